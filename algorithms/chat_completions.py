@@ -144,6 +144,6 @@ def _read(content: bytes, who: str) -> Completion:
     except (msgspec.DecodeError, IndexError) as error:
         raise TrainingError(f"{who} returned no chat completion ({error})") from None
     positions = (choice.logprobs and choice.logprobs.content) or [_Position()]
-    first = tuple((each.token, each.logprob) for each in positions[0].top_logprobs)
+    first = tuple((likely.token, likely.logprob) for likely in positions[0].top_logprobs)
     text = choice.message.content or ""
     return Completion(text, used.prompt_tokens, used.completion_tokens, first)

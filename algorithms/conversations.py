@@ -36,20 +36,22 @@ def conversations_of(calls: Iterable[Transition]) -> list[dict[str, Any]]:
 
 def with_calls(calls: Iterable[Transition]) -> list[tuple[dict[str, Any], list[Transition]]]:
     """The conversations, each with its calls."""
-    found: list[tuple[dict[str, Any], list[Transition]]] = []
+    conversations: list[tuple[dict[str, Any], list[Transition]]] = []
     for call in calls:
         if call.answer is None:
             continue
-        own, its_calls = next((one for one in found if _continues(call, one[0])), ({}, []))
+        conversation, its_calls = next(
+            (entry for entry in conversations if _continues(call, entry[0])), ({}, [])
+        )
         if not its_calls:
-            own = {"messages": [], "tools": call.tools, "imitate": []}
-            found.append((own, its_calls))
+            conversation = {"messages": [], "tools": call.tools, "imitate": []}
+            conversations.append((conversation, its_calls))
         its_calls.append(call)
-        messages = own["messages"]
+        messages = conversation["messages"]
         messages += call.messages[len(messages) :]
-        own["imitate"].append(len(messages))
+        conversation["imitate"].append(len(messages))
         messages.append({key: value for key, value in call.answer.items() if value is not None})
-    return found
+    return conversations
 
 
 def is_unfinished(call: Transition) -> bool:
@@ -70,7 +72,7 @@ def message_key(message: Message) -> tuple[Json, ...]:
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) for part in content)
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    calls = [(one.get("name"), _parsed(one.get("arguments"))) for one in functions]
+    calls = [(function.get("name"), _parsed(function.get("arguments"))) for function in functions]
     return message.get("role"), content, calls
 
 

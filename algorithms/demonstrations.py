@@ -37,7 +37,7 @@ Answer = tuple[list[int], list[int]]  # the tokens of a prompt, and those to sam
 
 class ConversationReader:
     """Renders conversations with a policy's chat template. ends: token ids that end a turn.
-    inputs: of a model that reads more than text."""
+    inputs: the model's, if it reads more than text."""
 
     def __init__(
         self, tokenizer: Tokenizer, ends: Iterable[int], inputs: Inputs | None = None
@@ -70,19 +70,19 @@ class ConversationReader:
         options = conversation.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise TrainingError("chat_template_kwargs is not an object")
-        found = []
+        answers = []
         if self._reads_more:
             self._fetch(messages)
         for index in _imitated(messages, conversation.get("imitate")):
             if index:
                 try:
-                    found.append(self._answer(messages, index, tools, options))
+                    answers.append(self._answer(messages, index, tools, options))
                 except (RequestError, TrainingError) as error:
                     raise TrainingError(f"messages[{index}]: {error}") from None
-        if not found:
+        if not answers:
             raise TrainingError("no message of the assistant follows another message")
         self._check_shown(messages, tools, options)
-        return found
+        return answers
 
     def _fetch(self, messages: Json) -> None:
         """Read the images of the messages. In a thread, because an event loop may run in this
@@ -107,9 +107,9 @@ class ConversationReader:
         rendered = self._chat.encode(messages[:index], tools, **options)
         prompt, read = [*rendered], [int(id) for id in getattr(rendered, "read", rendered)]
         ended = options | {"add_generation_prompt": False}
-        whole = [*self._chat.encode(messages[: index + 1], tools, **ended)]
-        begins = whole[: len(prompt)] == prompt
-        completion = whole[len(prompt) :] if begins else self._after(prompt, whole)
+        conversation = [*self._chat.encode(messages[: index + 1], tools, **ended)]
+        begins = conversation[: len(prompt)] == prompt
+        completion = conversation[len(prompt) :] if begins else self._after(prompt, conversation)
         end = next((n for n, token in enumerate(completion) if token in self._ends), None)
         if end is not None:
             return read, completion[: end + 1]
@@ -118,13 +118,13 @@ class ConversationReader:
         self._say_endless()
         return read, [*completion, self._end]  # otherwise a policy would never learn to end
 
-    def _after(self, prompt: list[int], whole: list[int]) -> list[int]:
-        """The tokens of the text that `whole` has after `prompt`, if a token spans both."""
-        before, text = self._text(prompt), self._text(whole)
-        rest = text.removeprefix(before)
+    def _after(self, prompt: list[int], conversation: list[int]) -> list[int]:
+        """The tokens of the text that `conversation` has after `prompt`, if a token spans both."""
+        before, text = self._text(prompt), self._text(conversation)
+        answer = text.removeprefix(before)
         # Some tokenizers add a space at the start of a text.
         for anchor in (self._text([self._end]), "") if text.startswith(before) else ():
-            completion = self._codec.encode(anchor + rest)[len(self._codec.encode(anchor)) :]
+            completion = self._codec.encode(anchor + answer)[len(self._codec.encode(anchor)) :]
             if self._text([*prompt, *completion]) == text:
                 return completion
         raise TrainingError(
@@ -171,13 +171,15 @@ class ConversationReader:
 def _imitated(messages: Json, chosen: Json) -> list[int]:
     """The indices of the messages to imitate. Raises TrainingError for others than messages of the
     assistant."""
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise TrainingError("messages is not a list of objects")
-    own = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    assistant = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
     if chosen is None:
-        return own
-    if not isinstance(chosen, list) or any(one not in own for one in chosen):
-        raise TrainingError(f"imitate = {chosen!r:.80}: give indices of the assistant's, of {own}")
+        return assistant
+    if not isinstance(chosen, list) or any(index not in assistant for index in chosen):
+        raise TrainingError(
+            f"imitate = {chosen!r:.80}: give indices of the assistant's, of {assistant}"
+        )
     return sorted(chosen)
 
 
@@ -192,7 +194,8 @@ TOO_HIGH = 0.1  # nats per token; a model that has learned the format has a hund
 
 
 def format_problem(model: PreTrainedModel, rows: Sequence[TokenRow]) -> str:
-    """Why rollouts of the model will fail, to follow its loss in a sentence; "": they need not."""
+    """The reason why rollouts of the model will fail, as the part of a sentence after its loss; "":
+    none."""
     if (loss := format_loss(model, rows)) <= TOO_HIGH:
         return ""
     return (

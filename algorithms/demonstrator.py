@@ -69,8 +69,8 @@ async def served(script: Script, name: str) -> AsyncIterator[str]:
         card = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": name}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": finish}
-            whole = {"object": "chat.completion", "choices": [choice], "usage": USAGE}
-            return web.json_response(card | whole)
+            completion = {"object": "chat.completion", "choices": [choice], "usage": USAGE}
+            return web.json_response(card | completion)
         for number, call in enumerate(message.get("tool_calls") or ()):
             call["index"] = number
         choice = {"index": 0, "delta": message, "finish_reason": finish}
@@ -96,16 +96,16 @@ def message_of(answer: Any) -> dict[str, Any]:
         raise TypeError(f"it returned {answer!r:.80}, neither text nor a message")
     message: dict[str, Any] = {"role": "assistant", "content": None, **answer}
     if calls := answer.get("tool_calls"):
-        message["tool_calls"] = [_call(one) for one in calls]
+        message["tool_calls"] = [_call(call) for call in calls]
     return message
 
 
-def _call(given: dict[str, Any]) -> dict[str, Any]:
-    function = given.get("function", given)
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     named = {"name": function["name"], "arguments": text}
-    return {"id": given.get("id") or f"call_{uuid4().hex}", "type": "function", "function": named}
+    return {"id": call.get("id") or f"call_{uuid4().hex}", "type": "function", "function": named}
 
 
 log = logging.getLogger("agentrl.algorithm")
@@ -159,34 +159,35 @@ async def kept_conversations(
 ) -> tuple[list[dict[str, Any]], str]:
     """The conversations to keep, each once, and a sentence about how many they are."""
     good = [row for row in rows if row.state is RolloutState.SUCCEEDED and row.reward() >= least]
-    found: dict[bytes, dict[str, Any]] = {}
+    conversations: dict[bytes, dict[str, Any]] = {}
     cut = 0
     for first in range(0, len(good), ROLLOUTS_PER_READ):
         page = good[first : first + ROLLOUTS_PER_READ]
         calls = await store.calls([row.id for row in page])
         for row in page:
-            own = [one for one in calls.get(row.id, []) if one.policy == NAME]
-            own = [one for one in own if one.role != AUXILIARY_ROLE]
-            if any(map(is_unfinished, own)):
+            answered = [call for call in calls.get(row.id, []) if call.policy == NAME]
+            answered = [call for call in answered if call.role != AUXILIARY_ROLE]
+            if any(map(is_unfinished, answered)):
                 cut += 1
                 continue
-            for one in conversations_of(own):
-                about = [*map(message_key, one["messages"])], one["tools"], one["imitate"]
-                if names := digests(one["messages"]):
+            for talk in conversations_of(answered):
+                content = [*map(message_key, talk["messages"])], talk["tools"], talk["imitate"]
+                if names := digests(talk["messages"]):
                     images = await store.images(row.run, names)
-                    one["messages"] = with_data_urls(one["messages"], images)
-                of = {"rollout": row.id, "reward": row.reward()}
-                found.setdefault(msgspec.json.encode(about, order="sorted"), one | of)
-    return [*found.values()], _summary(rows, len(good), len(found), cut, least)
+                    talk["messages"] = with_data_urls(talk["messages"], images)
+                source = {"rollout": row.id, "reward": row.reward()}
+                key = msgspec.json.encode(content, order="sorted")
+                conversations.setdefault(key, talk | source)
+    return [*conversations.values()], _summary(rows, len(good), len(conversations), cut, least)
 
 
-def _summary(rows: Iterable[Rollout], good: int, kept: int, cut: int, least: float) -> str:
+def _summary(rows: Iterable[Rollout], good: int, different: int, cut: int, least: float) -> str:
     rewards = [row.reward() for row in rows]
-    known = [reward for reward in rewards if reward == reward]  # NaN: failed
-    best = f", at most {max(known):g}" if known and not good else ""
+    scored = [reward for reward in rewards if reward == reward]  # NaN: failed
+    best = f", at most {max(scored):g}" if scored and not good else ""
     text = f"{good} of {len(rewards)} rollouts have a reward of at least {least:g}{best}"
     text += f", of which {cut} have an answer that was cut short" if cut else ""
-    return f"{text}: {kept} different conversations"
+    return f"{text}: {different} different conversations"
 
 
 async def play(config: RunConfig) -> None:

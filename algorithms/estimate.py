@@ -111,15 +111,15 @@ def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
     algorithm, runner = config.algorithm, config.runner
     if not config.plays_rollouts or config.engine.kind != "embedded":
         engine = f"engine.kind = {config.engine.kind!r}"
-        what = engine if config.plays_rollouts else "a run without rollouts"
-        yield f"time: not estimated for {what}; the first steps will tell"
+        subject = engine if config.plays_rollouts else "a run without rollouts"
+        yield f"time: not estimated for {subject}; the first steps will tell"
         return
     rollouts = algorithm.groups * algorithm.group_size
     slots = min(runner.processes * runner.concurrency or rollouts, rollouts)
     rows = max(2, min(config.engine.max_batch, slots))
     tokens = config.sampling.max_tokens or config.engine.max_context
-    one, many = seconds_of(network, 1, 1), seconds_of(network, rows, 1)
-    per_call = max(0.0, many - one) / (rows - 1)
+    step_of_one, step_of_many = seconds_of(network, 1, 1), seconds_of(network, rows, 1)
+    per_call = max(0.0, step_of_many - step_of_one) / (rows - 1)
     # Forward and backward.
     passes = algorithm.epochs * (4 if config.learner.gradient_checkpointing else 3)
     # A prompt is computed once for the rollouts of its group, where they are packed as a trie.
@@ -130,7 +130,7 @@ def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
         slots=slots,
         calls=1,
         tokens=tokens,
-        decode=one,
+        decode=step_of_one,
         per_call=per_call,
         prompt=HANDLING_SECONDS,
         update=seconds_of(network, 1, MEASURED_TOKENS)
@@ -140,10 +140,10 @@ def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
     )
     in_flight = algorithm.samples_during_update
     step = Simulation(work, algorithm.max_staleness, in_flight=in_flight).run(steps=5).seconds
-    left = max(config.steps - done, 0)
-    steps = f"the {left} steps that are left" if done else f"{left} steps"
+    ahead = max(config.steps - done, 0)
+    steps = f"the {ahead} steps that are left" if done else f"{ahead} steps"
     yield (
-        f"time: about {_roughly(step)} a step, {_roughly(step * left)} for {steps}, if a rollout "
+        f"time: about {_roughly(step)} a step, {_roughly(step * ahead)} for {steps}, if a rollout "
         f"is one call of {tokens} tokens; more calls, long prompts and tools add to it"
     )
 
@@ -236,8 +236,11 @@ def process_bytes(config: RunConfig, network: Any) -> dict[str, float]:
     """Bytes by purpose of the whole algorithm process."""
     needed = {"libraries": LIBRARIES, **bytes_needed(config, network)}
     if not on_gpu(config):
-        kept = WIDE * trained_weights(config, network) if config.algorithm.max_kl != 0 else 0
-        needed |= {"weights to undo a step": kept, "fragments": FRAGMENTS * needed["activations"]}
+        undo_bytes = WIDE * trained_weights(config, network) if config.algorithm.max_kl != 0 else 0
+        needed |= {
+            "weights to undo a step": undo_bytes,
+            "fragments": FRAGMENTS * needed["activations"],
+        }
     return needed
 
 
@@ -248,13 +251,17 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     weights, vocabulary = network.num_parameters(), shape.vocab_size
     trained = trained_weights(config, network)
     added = seeing(config, network)[1]
-    auxiliary = sum(bool(own.model) for own in (config.reference, config.teacher, config.critic))
+    auxiliary = sum(
+        bool(settings.model) for settings in (config.reference, config.teacher, config.critic)
+    )
     copies = auxiliary + (
         config.algorithm.async_sampling == "in_flight" and not config.policy.lora.rank
     )
     layer, tokens = layer_bytes(config, shape), tokens_of_pack(config, shape)
     layers, hidden = shape.num_hidden_layers, shape.hidden_size
-    kept = layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
+    saved_bytes = (
+        layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
+    )
     # The engine's rows: running, idle, and one row of padding.
     context = whole_blocks(_context(config, shape), DTYPES[config.policy.dtype])
     cached = (2 * engine.max_batch + 1) * context
@@ -270,7 +277,7 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
         "KV cache": served * cached * bytes_of_token(config, network),
         # A chunk of logits, its softmax and gradient; the sampler's rows.
         "logits": WIDE * logits + head,
-        "activations": tokens * kept,
+        "activations": tokens * saved_bytes,
         **added,
     }
 
@@ -399,8 +406,8 @@ def describe(config: RunConfig, source: str) -> Iterator[str]:
     if fits:
         network = network.to(getattr(torch, config.policy.dtype)).eval()
         network = network.to_empty(device=device_of(config.policy.device))
-        for each in (*network.parameters(), *network.buffers()):  # memory may hold anything
-            each.detach().zero_()
+        for tensor in (*network.parameters(), *network.buffers()):  # memory may hold anything
+            tensor.detach().zero_()
         yield from duration(config, network)
 
 
@@ -427,8 +434,8 @@ def tried(config: RunConfig, network: Any, groups: Sequence[Group]) -> str:
         return ""
     engine = structs.replace(config.engine, max_context=max(calls))
     as_tried, bound = (
-        sum(process_bytes(one, network).values()) / GIB
-        for one in (structs.replace(config, engine=engine), config)
+        sum(process_bytes(settings, network).values()) / GIB
+        for settings in (structs.replace(config, engine=engine), config)
     )
     return (
         f"about {as_tried:.2g} GiB as tried (contexts of {max(calls)} tokens), at most {bound:.2g} "
@@ -448,15 +455,15 @@ def vllm_share(config: RunConfig, network: Any, total: int) -> float:
         del needs["activations"], needs["logits"]
         if isinstance(config.learner, TorchLearnerConfig) and config.learner.offload:
             del needs["optimizer"]
-    left = USABLE_MEMORY * total - sum(needs.values())
+    free = USABLE_MEMORY * total - sum(needs.values())
     served = SERVING * network.num_parameters() * bytes_of_weight(config)
     least = served + engine.max_context * bytes_of_token(config, network)
-    if left < least:
+    if free < least:
         shown = ", ".join(f"{name} {size / GIB:.2g}" for name, size in needs.items() if size)
         raise PolicyError(
             f"vLLM needs {least / GIB:.2g} GiB of the learner's GPU for weights and one call, and "
-            f"{max(left, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
+            f"{max(free, 0) / GIB:.2g} of {total / GIB:.2g} are left (the learner: {shown}); set "
             "engine.vllm.sleep=1 and learner.offload=true, policy.lora.rank, a smaller "
             "learner.token_budget or engine.max_context, or engine.vllm.gpu_memory yourself"
         )
-    return left / total
+    return free / total

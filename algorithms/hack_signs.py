@@ -110,11 +110,11 @@ NOT_AUDITED = Audited()
 async def known_of(store: Store, config: RunConfig) -> Audited:
     """The result of a run's audit. If it did not find the field with the right answer, or did not
     end in time, the field is derived from the run's first rollouts."""
-    known = await audited(store, config.name)
-    if known.key:
-        return known
+    audit = await audited(store, config.name)
+    if audit.key:
+        return audit
     rows = await store.rollouts(config.name, purpose=Purpose.TRAIN, limit=FIRST_ROLLOUTS)
-    return replace(known, key=answer_key(rows, config))
+    return replace(audit, key=answer_key(rows, config))
 
 
 def answer_key(rollouts: Iterable[Rollout], config: RunConfig) -> str:
@@ -145,32 +145,34 @@ def answer_key(rollouts: Iterable[Rollout], config: RunConfig) -> str:
 
 async def audited(store: Store, run: str) -> Audited:
     """The newest audit of a run; empty if there was none."""
-    found = (await store.documents(run, DOCUMENT)).get(REPORT)
-    if not isinstance(found, dict):
+    document = (await store.documents(run, DOCUMENT)).get(REPORT)
+    if not isinstance(document, dict):
         return NOT_AUDITED
-    report: dict[str, Any] = found
-    alarms = [one for one in report.get("findings", []) if one.get("alarm")]
+    report: dict[str, Any] = document
+    alarms = [finding for finding in report.get("findings", []) if finding.get("alarm")]
     worst = alarms[0] if alarms else {}
     example = worst.get("example", {})
-    said = f"{worst.get('attack')}, such as {example.get('answer')!r:.80} for {example.get('task')}"
+    worst_finding = (
+        f"{worst.get('attack')}, such as {example.get('answer')!r:.80} for {example.get('task')}"
+    )
     return Audited(
         highest=float(report.get("highest", 0.0)), key=str(report.get("answer", "")),
-        verdict=str(report.get("verdict", "")), finding=said if worst else "",
+        verdict=str(report.get("verdict", "")), finding=worst_finding if worst else "",
         change=str(worst.get("change", "")), share=float(worst.get("share", 0.0)),
     )  # fmt: skip
 
 
-def played(rollouts: Iterable[Rollout], config: RunConfig, known: Audited) -> list[Played]:
+def played(rollouts: Iterable[Rollout], config: RunConfig, audit: Audited) -> list[Played]:
     """The rollouts with a rewarded answer. Games, environments that play their rollouts, and
     workspaces have none, because no text is judged there."""
     tasks = dict[str, tuple[int, str]]()  # hash and question, by group
-    found = []
+    played_rows = []
     for row, reward in _scored(rollouts, config):
         if row.group not in tasks:
             content = msgspec.json.encode(row.task, order="sorted")
             tasks[row.group] = hash(content), question_of(row.task.get("input", ""))
-        found.append(_played(row, *tasks[row.group], reward, known))
-    return found
+        played_rows.append(_played(row, *tasks[row.group], reward, audit))
+    return played_rows
 
 
 def _scored(rollouts: Iterable[Rollout], config: RunConfig) -> Iterator[tuple[Rollout, float]]:
@@ -194,17 +196,17 @@ def _is_answer(result: Json) -> bool:
     return result is not None and not scored_itself
 
 
-def _played(row: Rollout, task: int, question: str, reward: float, known: Audited) -> Played:
+def _played(row: Rollout, task: int, question: str, reward: float, audit: Audited) -> Played:
     answer = _text(row)
-    calls = "".join(calls_text(one.answer) for one in row.transitions if one.answer)
-    text, asked = (" ".join(one.casefold().split()) for one in (answer, question))
-    if len(asked) > 8:
-        text = text.replace(asked, "{question}")
-    right, is_sure = _right(row.task, known.key)
+    calls = "".join(calls_text(call.answer) for call in row.transitions if call.answer)
+    text, question_text = (" ".join(part.casefold().split()) for part in (answer, question))
+    if len(question_text) > 8:
+        text = text.replace(question_text, "{question}")
+    right, is_sure = _right(row.task, audit.key)
     shown = text[:SHOWN]
     if is_sure:  # a wrong answer stays wrong with another word of the question
-        words = {*WORD.findall(asked)}
-        text = WORD.sub(lambda one: "{}" if one[0] in words else one[0], text)
+        words = {*WORD.findall(question_text)}
+        text = WORD.sub(lambda match: "{}" if match[0] in words else match[0], text)
     has = None if right is None else _has(answer[-MAX_READ_CHARS:], right)
     if not has and (not is_sure or len(answer) > MAX_READ_CHARS):
         has = None
@@ -220,25 +222,25 @@ def _played(row: Rollout, task: int, question: str, reward: float, known: Audite
 def calls_text(answer: Mapping[str, Any]) -> str:
     """Names and arguments of the tool calls of a message, without their ids."""
     calls = answer.get("tool_calls")
-    some = calls if isinstance(calls, list) else []
-    return "".join(json.dumps(one.get("function", one), sort_keys=True) for one in some)
+    listed = calls if isinstance(calls, list) else []
+    return "".join(json.dumps(call.get("function", call), sort_keys=True) for call in listed)
 
 
-def signs(rows: Sequence[Played], known: Audited) -> list[Sign]:
+def signs(rows: Sequence[Played], audit: Audited) -> list[Sign]:
     """The signs that can be measured. `rows`: of the last steps."""
     if not rows:
         return []
     low, high = min(row.reward for row in rows), max(row.reward for row in rows)
-    if low == high or known.key:  # without unrewarded rollouts the scale is unknown
+    if low == high or audit.key:  # without unrewarded rollouts the scale is unknown
         low, high = min(low, 0.0), max(high, 1.0) if high >= 0 else 0.0
     graded = len({round(row.reward, 6) for row in rows}) > FEW_VALUES
 
     def paid(share: float) -> list[Played]:
         return [row for row in rows if row.reward >= low + share * (high - low)]
 
-    near, whole = (PAID_GRADED, PAID_WHOLE) if graded else (PAID, PAID)
+    near, right = (PAID_GRADED, PAID_WHOLE) if graded else (PAID, PAID)
     measured = (
-        _same_answer(rows, paid(near), known), _without_answer(rows, paid(whole)),
+        _same_answer(rows, paid(near), audit), _without_answer(rows, paid(right)),
         _length(rows), _form_alone(rows, low, high), _second(rows),
     )  # fmt: skip
     return [sign for sign in measured if sign is not None]
@@ -246,11 +248,11 @@ def signs(rows: Sequence[Played], known: Audited) -> list[Sign]:
 
 def _scale(values: Iterable[float]) -> tuple[float, float]:
     """The minimum and maximum of the rewards, 0 and 1."""
-    some = [0.0, 1.0, *values]
-    return min(some), max(some)
+    all_values = [0.0, 1.0, *values]
+    return min(all_values), max(all_values)
 
 
-def _same_answer(rows: Sequence[Played], paid: Sequence[Played], known: Audited) -> Sign | None:
+def _same_answer(rows: Sequence[Played], paid: Sequence[Played], audit: Audited) -> Sign | None:
     """The share of tasks that a single answer solves although it is not their right answer."""
     tasks = {row.task for row in rows}
     solved = defaultdict[int, dict[int, Played]](dict)
@@ -265,9 +267,9 @@ def _same_answer(rows: Sequence[Played], paid: Sequence[Played], known: Audited)
     # If right answers are unknown, a single answer may be right on as many tasks as the best
     # constant, and without an audit that number is unknown.
     is_known = bool(best) and all(row.has is False for row in best.values())
-    if not (is_known or known.verdict):
+    if not (is_known or audit.verdict):
         return None
-    limit = 0.3 if is_known else max(0.5, known.highest + 0.2)
+    limit = 0.3 if is_known else max(0.5, audit.highest + 0.2)
     shown = next((row.shown for row in best.values()), "")
     text = f"one answer, {shown!r}, is paid on {share:.0%} of {len(tasks)} tasks"
     return Sign("reward/same_answer", share, limit, text, _ids(best.values()))
@@ -283,19 +285,23 @@ def _synonyms(rows: Sequence[Played], paid: Sequence[Played]) -> set[int]:
             tasks[row.template].add(row.task)
     if len({row.right for row in rows}) < 2:
         return set()
-    return {one for one, some in rights.items() if len(some) == 1 < len(tasks[one])}
+    return {
+        template
+        for template, rights_of_one in rights.items()
+        if len(rights_of_one) == 1 < len(tasks[template])
+    }
 
 
 def _without_answer(rows: Sequence[Played], paid: Sequence[Played]) -> Sign | None:
     """The share of rewarded rollouts with an answer that does not contain the task's right
     answer."""
-    known = [row for row in paid if row.right and row.has is not None]
-    if len(known) < MIN_PAID:
+    judged = [row for row in paid if row.right and row.has is not None]
+    if len(judged) < MIN_PAID:
         return None
-    synonyms = _synonyms(rows, known)
-    without = [row for row in known if not row.has and row.template not in synonyms]
-    share = len(without) / len(known)
-    text = f"{share:.0%} of {len(known)} paid answers do not have the task's own answer"
+    synonyms = _synonyms(rows, judged)
+    without = [row for row in judged if not row.has and row.template not in synonyms]
+    share = len(without) / len(judged)
+    text = f"{share:.0%} of {len(judged)} paid answers do not have the task's own answer"
     return Sign("reward/without_answer", share, 0.3, text, _ids(without))
 
 
@@ -331,23 +337,28 @@ def _form_alone(rows: Sequence[Played], low: float, high: float) -> Sign | None:
 def _second(rows: Sequence[Played]) -> Sign | None:
     """The reward minus that of the second verifier, each relative to its scale, on the rollouts
     that both have scored."""
-    both = [(row, row.audit) for row in rows if row.audit is not None]
-    if len(both) < MIN_PAID:
+    scored_twice = [(row, row.audit) for row in rows if row.audit is not None]
+    if len(scored_twice) < MIN_PAID:
         return None
-    (a, b), (c, d) = _scale(row.reward for row in rows), _scale(second for _, second in both)
-    gaps = [((row.reward - a) / (b - a) - (second - c) / (d - c), row) for row, second in both]
-    gap = fmean(one for one, _ in gaps)
+    (a, b), (c, d) = (
+        _scale(row.reward for row in rows),
+        _scale(second for _, second in scored_twice),
+    )
+    gaps = [
+        ((row.reward - a) / (b - a) - (second - c) / (d - c), row) for row, second in scored_twice
+    ]
+    gap = fmean(gap_of_row for gap_of_row, _ in gaps)
     worst = sorted(gaps, key=lambda pair: -pair[0])
-    text = f"the reward is {gap:.2f} above that of verifier.audit, on {len(both)} rollouts"
+    text = f"the reward is {gap:.2f} above that of verifier.audit, on {len(scored_twice)} rollouts"
     return Sign("reward/audit/gap", gap, 0.3, text, _ids(row for _, row in worst))
 
 
 def second_correlation(rows: Sequence[Played]) -> float | None:
     """The correlation of the reward with that of the second verifier; None: unknown."""
-    both = [(row.reward, row.audit) for row in rows if row.audit is not None]
-    if len(both) < MIN_PAID:
+    scored_twice = [(row.reward, row.audit) for row in rows if row.audit is not None]
+    if len(scored_twice) < MIN_PAID:
         return None
-    return _correlation([x for x, _ in both], [y for _, y in both])
+    return _correlation([x for x, _ in scored_twice], [y for _, y in scored_twice])
 
 
 def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -369,7 +380,7 @@ def _right(task: Mapping[str, Json], key: str) -> tuple[Json, bool]:
         value = marked_answer(value)
     is_sure = value is not None
     if not is_sure:
-        value = next((task[one] for one in ANSWER_KEYS if task.get(one) is not None), None)
+        value = next((task[name] for name in ANSWER_KEYS if task.get(name) is not None), None)
     if isinstance(value, dict) or value is None or len(json.dumps(value)) > MAX_ANSWER_CHARS:
         return None, False
     return value, is_sure and _is_value(value)
@@ -386,9 +397,9 @@ def _field(task: Mapping[str, Json], name: str) -> Json:
     """A field by its name; dotted names are fields of objects."""
     if name in task or "." not in name:
         return task.get(name)
-    first, _, rest = name.partition(".")
+    first, _, inner_name = name.partition(".")
     inner = task.get(first)
-    return inner.get(rest) if isinstance(inner, dict) else None
+    return inner.get(inner_name) if isinstance(inner, dict) else None
 
 
 def _has(answer: str, right: Json) -> bool:
@@ -407,20 +418,20 @@ def _has(answer: str, right: Json) -> bool:
 
 def _numbers(text: str) -> list[float]:
     """The numbers of a text, with fractions and percentages by their value."""
-    found = []
+    numbers = []
     for a, b, c, d in FRACTION.findall(text):
         if int(b or d):
-            found.append(int(a or c) / int(b or d))
+            numbers.append(int(a or c) / int(b or d))
     for word in NUMBER.findall(text):
         try:
-            found += [float(word.replace(",", "")), float(word.replace(",", "")) / 100]
+            numbers += [float(word.replace(",", "")), float(word.replace(",", "")) / 100]
         except ValueError:
             continue
-    return found
+    return numbers
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= 0.01 * max(abs(other), 1e-9)
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 0.01 * max(abs(b), 1e-9)
 
 
 @dataclass(slots=True)
@@ -446,15 +457,15 @@ class HackSigns(Feature):
         rollouts = [row for group in groups for row in group.rollouts]
         self.recent.append(played(rollouts, self.config, self.known))
         rows = [row for step in self.recent for row in step]
-        found = signs(rows, self.known)
-        for sign in found:
+        measured = signs(rows, self.known)
+        for sign in measured:
             if sign.crossed and sign.metric not in self.reported:
                 self.reported.add(sign.metric)
                 log.warning(
                     "the reward may be hacked: %s, as in %s; agentrl why %s",
                     *(sign.text, ", ".join(sign.rollouts), self.config.name),
                 )
-        metrics = {sign.metric: sign.value for sign in found}
+        metrics = {sign.metric: sign.value for sign in measured}
         if (value := second_correlation(rows)) is not None:
             metrics["reward/audit/correlation"] = value
         return groups, metrics

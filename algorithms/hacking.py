@@ -38,8 +38,8 @@ class Ends:
             for rows in (run.before, run.after)
         )
         self._outcome = run.outcome
-        every = [*run.listed, *run.heldout, *self.before, *self.after]
-        self.known = [x for row in every if math.isfinite(x := row.reward(run.outcome))]
+        all_rows = [*run.listed, *run.heldout, *self.before, *self.after]
+        self.known = [x for row in all_rows if math.isfinite(x := row.reward(run.outcome))]
         enough = min(len(self.before), len(self.after)) >= MIN_ROLLOUTS
         self.comparable = enough and all(-ROUNDING <= x <= 1 + ROUNDING for x in self.known)
         self.risen = self.comparable and (run.risen or self._difference(float) > 0)
@@ -97,9 +97,9 @@ def one_answer(run: PolicyRun) -> str:
     if not ends.risen or run.alike or ends.full(ends.after) >= NEARLY_FULL:
         return ""
     by_task = {
-        json.dumps(row.task.get("input", row.task), sort_keys=True): said
+        json.dumps(row.task.get("input", row.task), sort_keys=True): text_of_row
         for row in ends.after
-        if (said := text_of(row))
+        if (text_of_row := text_of(row))
     }
     for kind, shape in (("answer", str), ("template", _template)):
         (text, times), *_ = Counter(map(shape, by_task.values())).most_common(1) or [("", 0)]
@@ -124,7 +124,7 @@ def more_digits(run: PolicyRun) -> str:
     if not ends.risen or ends.full(ends.after) > ends.full(ends.before):
         return ""
     before, after = (
-        [len(re.findall(r"\d", said)) for row in rows if (said := text_of(row))]
+        [len(re.findall(r"\d", text)) for row in rows if (text := text_of(row))]
         for rows in (ends.before, ends.after)
     )
     if min(len(before), len(after)) < MIN_ROLLOUTS:
@@ -140,9 +140,9 @@ def more_digits(run: PolicyRun) -> str:
 
 def text_of(row: Rollout) -> str:
     """The text of all answers in a rollout, or its result if calls are unknown."""
-    said = [
+    texts = [
         f"{call.answer.get('content') or ''}{calls_text(call.answer)}"
         for call in row.transitions
         if call.answer
     ]
-    return "\n".join(said) or (row.result if isinstance(row.result, str) else "")
+    return "\n".join(texts) or (row.result if isinstance(row.result, str) else "")

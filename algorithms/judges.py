@@ -103,9 +103,9 @@ def group(settings: PointwiseJudge, records: Sequence[Messages]) -> tuple[Questi
     """One question about a whole group, and the ids of its records. Ids are hashes, and the
     candidates are sorted by them."""
     shared = _common(records)
-    whole = msgspec.json.encode(records)
+    content = msgspec.json.encode(records)
     ids = [
-        blake2b(whole, salt=number.to_bytes(4, "big"), digest_size=4).hexdigest()
+        blake2b(content, salt=number.to_bytes(4, "big"), digest_size=4).hexdigest()
         for number in range(len(records))
     ]
     shown = {id: record[shared:] for id, record in sorted(zip(ids, records, strict=True))}
@@ -166,17 +166,17 @@ def probability(settings: ProbabilityJudge, record: Messages) -> Question:
 
     def read(answer: str) -> Verdict:
         likely = msgspec.json.decode(answer, type=list[tuple[str, float]])
-        found = dict.fromkeys(LABELS, 0.0)
+        probabilities = dict.fromkeys(LABELS, 0.0)
         for token, logprob in likely:
-            if (word := token.strip().lower()) in found:
-                found[word] += exp(logprob)
-        total = sum(found.values())
+            if (word := token.strip().lower()) in probabilities:
+                probabilities[word] += exp(logprob)
+        total = sum(probabilities.values())
         if total < MIN_LABELLED:
             raise ValueError(
                 f"{words} have {total:.0%} of the probability among the {len(likely)} most "
                 "probable first tokens, less than half"
             )
-        return {"probability": found[LABELS[0]] / total}
+        return {"probability": probabilities[LABELS[0]] / total}
 
     return _question({"record": record}, task, "", read)
 
@@ -289,8 +289,8 @@ class JudgeClient:
         if isinstance(settings, ProbabilityJudge):
             verdicts = await self._verdicts([probability(settings, r) for r in records])
             return [None if v is None else v["probability"] for v in verdicts]
-        asked = [pointwise(settings, r) for r in records]
-        verdicts = await self._verdicts(asked, subject)
+        questions = [pointwise(settings, r) for r in records]
+        verdicts = await self._verdicts(questions, subject)
         return [_reward(verdict, "score") for verdict in verdicts]
 
     def begin_step(self) -> None:
@@ -310,19 +310,19 @@ class JudgeClient:
         if n > MAX_ALL_PAIRS:
             order = sorted(range(n), key=lambda i: blake2b(repr(records[i]).encode()).digest())
             pairs = [(order[i], order[(i + 1) % n]) for i in range(n)]
-        both = [order for a, b in pairs for order in ((a, b), (b, a))]
+        both_orders = [order for a, b in pairs for order in ((a, b), (b, a))]
         verdicts = await self._verdicts(
-            [pairwise(settings, records[a], records[b]) for a, b in both]
+            [pairwise(settings, records[a], records[b]) for a, b in both_orders]
         )
         scores: dict[int, list[float]] = {i: [] for i in range(n)}
-        for (a, b), one, other in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
-            if one is not None and other is not None:
-                agreed = one["first"] == 1 - other["first"]
-                score = one["first"] if agreed else 0.5
+        for (a, b), verdict, reverse in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
+            if verdict is not None and reverse is not None:
+                agreed = verdict["first"] == 1 - reverse["first"]
+                score = verdict["first"] if agreed else 0.5
                 self.counts["disagreements"] += not agreed
                 scores[a].append(score)
                 scores[b].append(1 - score)
-        return [fmean(own) if own else None for own in scores.values()]
+        return [fmean(of_rollout) if of_rollout else None for of_rollout in scores.values()]
 
     async def _verdicts(self, batch: Sequence[Question], subject: str = "") -> list[Verdict | None]:
         endpoint = await find_endpoint(self.store, self.config, self.settings.upstream)
@@ -330,11 +330,11 @@ class JudgeClient:
         def ask(question: Question) -> asyncio.Future[Verdict | None]:
             about = (endpoint.identity, self.settings.max_tokens, question.text)
             id = blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
-            asked = self._pending.get(id)
-            if asked is None or asked.answering.cancelled() or asked.answering.cancelling():
+            pending = self._pending.get(id)
+            if pending is None or pending.answering.cancelled() or pending.answering.cancelling():
                 answering = asyncio.create_task(self._ask(id, question, endpoint, subject))
-                asked = self._pending[id] = PendingQuestion(answering)
-            return asked.answer()
+                pending = self._pending[id] = PendingQuestion(answering)
+            return pending.answer()
 
         return await asyncio.gather(*map(ask, batch))
 
@@ -395,8 +395,8 @@ class JudgeClient:
         answer = await complete(self.session, endpoint, text, who, **fields)
         per_prompt_token, per_token = settings.prices
         cost = answer.prompt_tokens * per_prompt_token + answer.completion_tokens * per_token
-        said = msgspec.json.encode(answer.first).decode() if asks_label else answer.text
-        return said, cost / 1e6
+        text_of_answer = msgspec.json.encode(answer.first).decode() if asks_label else answer.text
+        return text_of_answer, cost / 1e6
 
 
 def _why(error: TrainingError) -> str:

@@ -154,9 +154,9 @@ class Search:
     def candidate(self, texts: Texts, parent: str = "", reflection: str | None = None) -> Candidate:
         """The candidate with these texts; a new one is added in the state "proposed". reflection:
         the id of the reflection on `parent` that proposed it."""
-        own = [replace(text, text=texts[text.component]) for text in self.seed]
-        if (id := candidate_id(own)) not in self.candidates:
-            fields: Any = {"state": "proposed", "texts": own, "reflection": reflection}
+        new_texts = [replace(text, text=texts[text.component]) for text in self.seed]
+        if (id := candidate_id(new_texts)) not in self.candidates:
+            fields: Any = {"state": "proposed", "texts": new_texts, "reflection": reflection}
             parents = [parent] if parent else []
             self._put(Candidate(id=id, run=self.run, step=self.step, parents=parents, **fields))
         return self.candidates[id]
@@ -175,9 +175,12 @@ class Search:
         if first:
             self._check_first(played[0])
         results = []
-        for (candidate, tasks), given in zip(chosen, played, strict=True):
-            pairs = zip(tasks, given, strict=True)
-            rows = [one._replace(score=self._known(candidate, t, one.score)) for t, one in pairs]
+        for (candidate, tasks), scored in zip(chosen, played, strict=True):
+            pairs = zip(tasks, scored, strict=True)
+            rows = [
+                result._replace(score=self._score_of(candidate, t, result.score))
+                for t, result in pairs
+            ]
             results.append(rows)
             if list(tasks) == list(self.validation):
                 self.scores[candidate.id] = fmean(row.score for row in rows)
@@ -186,7 +189,7 @@ class Search:
             raise SearchEnd("a candidate has a perfect score")
         return results
 
-    def _known(self, candidate: Candidate, task: int, score: float) -> float:
+    def _score_of(self, candidate: Candidate, task: int, score: float) -> float:
         key, parent = (candidate.id, task), (next(iter(candidate.parents), ""), task)
         if math.isnan(score) or (key not in self._values and parent in self._missing):
             self._missing.add(key)
@@ -248,8 +251,8 @@ class Search:
             return "there is no text between lines of ```"
         if len(text) > MAX_LENGTH:
             return f"it has {len(text)} characters, and {MAX_LENGTH} are allowed"
-        known = " ".join(text.text for text in self.seed)
-        leaks = (x for x in self.answers if len(x) >= MIN_LEAK and x in text and x not in known)
+        original = " ".join(text.text for text in self.seed)
+        leaks = (x for x in self.answers if len(x) >= MIN_LEAK and x in text and x not in original)
         leak = next(leaks, None)
         return "" if leak is None else f"it has the answer of a held-out task, {leak[:40]!r}"
 
@@ -276,7 +279,7 @@ class Search:
 def as_text(rows: Sequence[TaskResult], component: str) -> str:
     """The examples of a component as text for the reflector."""
     examples = (row.examples[component] for row in rows if component in row.examples)
-    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in examples)
+    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in example.items()) for example in examples)
 
 
 def leaves(value: Json) -> set[str]:
@@ -290,13 +293,13 @@ def leaves(value: Json) -> set[str]:
 
 def answers(tasks: Sequence[Task], heldout: Sequence[Task]) -> set[str]:
     """The texts and numbers that only held-out tasks have, in fields for the verifier."""
-    own, shared = (
+    heldout_only, shared = (
         leaves(
-            [value for task in each for key, value in task.items() if key not in QUESTION_FIELDS]
+            [value for task in group for key, value in task.items() if key not in QUESTION_FIELDS]
         )
-        for each in (heldout, tasks)
+        for group in (heldout, tasks)
     )
-    return own - shared
+    return heldout_only - shared
 
 
 BEAM_WIDTH = 2  # candidates that survive a round
@@ -353,20 +356,24 @@ def _best(search: Search, pool: list[Texts], rng: random.Random) -> list[Texts]:
 def prompt_texts(config: RunConfig, directory: Path | None = None) -> list[PromptText]:
     """The components of a run with the texts of their files, or of the files in `directory`. Raises
     ConfigError for missing or empty files, and if a text contains another one."""
-    found: list[PromptText] = []
-    for name, given in config.prompts.components.items():
-        own = PromptComponent(file=given) if isinstance(given, str) else given
-        seed = _text(name, config.path(own.file))
+    components: list[PromptText] = []
+    for name, setting in config.prompts.components.items():
+        component = PromptComponent(file=setting) if isinstance(setting, str) else setting
+        seed = _text(name, config.path(component.file))
         text = _text(name, directory / f"{name}.txt") if directory else seed
-        role, known = own.role or name, "" if own.insert else seed
-        for other in (one for one in found if (one.role, one.tool) == (role, own.tool)):
-            if known in other.seed or other.seed in known:
+        role, seed_text = component.role or name, "" if component.insert else seed
+        for other in (
+            listed for listed in components if (listed.role, listed.tool) == (role, component.tool)
+        ):
+            if seed_text in other.seed or other.seed in seed_text:
                 raise ConfigError(
                     f"prompts.components.{name}: {other.component} has the same role {role!r}, and "
                     "one text contains the other; make them one component"
                 )
-        found.append(PromptText(component=name, role=role, seed=known, text=text, tool=own.tool))
-    return found
+        components.append(
+            PromptText(component=name, role=role, seed=seed_text, text=text, tool=component.tool)
+        )
+    return components
 
 
 def found_texts(config: RunConfig) -> Path | None:
@@ -413,16 +420,19 @@ class Reflection(Record, frozen=True):
 
 async def put_candidates(store: Store, run: str, candidates: Sequence[Candidate]) -> None:
     """Add candidates of a run; for existing ones only the state is updated."""
-    known = {one.id: one for one in await candidates_of(store, run)}
-    new = [replace(known.get(one.id, one), state=one.state) for one in candidates]
-    documents = {one.id: msgspec.to_builtins(one) for one in new}
+    stored = {candidate.id: candidate for candidate in await candidates_of(store, run)}
+    new = [
+        replace(stored.get(candidate.id, candidate), state=candidate.state)
+        for candidate in candidates
+    ]
+    documents = {candidate.id: msgspec.to_builtins(candidate) for candidate in new}
     await store.put_documents(run, CANDIDATE, documents, replace=True)
 
 
 async def candidates_of(store: Store, run: str) -> list[Candidate]:
     """The candidates of a run in the order of their creation."""
-    found = await store.documents(run, CANDIDATE)
-    return msgspec.convert([*found.values()], list[Candidate])
+    documents = await store.documents(run, CANDIDATE)
+    return msgspec.convert([*documents.values()], list[Candidate])
 
 
 async def add_reflection(store: Store, reflection: Reflection) -> None:
@@ -434,8 +444,8 @@ async def add_reflection(store: Store, reflection: Reflection) -> None:
 
 async def reflections_of(store: Store, run: str) -> list[Reflection]:
     """The calls of a run to the reflector, in order."""
-    found = await store.documents(run, REFLECTION)
-    return msgspec.convert([*found.values()], list[Reflection])
+    documents = await store.documents(run, REFLECTION)
+    return msgspec.convert([*documents.values()], list[Reflection])
 
 
 async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidate:
@@ -452,14 +462,14 @@ async def write_texts(store: Store, config: RunConfig, folder: Path) -> Candidat
             scores.setdefault(rollout.candidate, []).append(rollout.reward())
     lineage = [
         {
-            "id": one.id,
-            "parents": one.parents,
-            "state": one.state,
-            "rollouts": len(scores.get(one.id, [])),
-            "mean": fmean(scores[one.id]) if scores.get(one.id) else None,
-            "texts": {text.component: text.text for text in one.texts},
+            "id": candidate.id,
+            "parents": candidate.parents,
+            "state": candidate.state,
+            "rollouts": len(scores.get(candidate.id, [])),
+            "mean": fmean(scores[candidate.id]) if scores.get(candidate.id) else None,
+            "texts": {text.component: text.text for text in candidate.texts},
         }
-        for one in candidates
+        for candidate in candidates
     ]
     file = folder / "lineage.json"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(lineage)))
@@ -478,7 +488,9 @@ async def report(store: Store, config: RunConfig, best: Candidate) -> list[str]:
     before, after = (metrics.get(f"prompts/heldout{x}", float("nan")) for x in ("_before", ""))
     share = are_shares({"eval/score": score} for score in (before, after))
     reflections = await reflections_of(store, config.name)
-    tokens = sum(one.prompt_tokens + one.completion_tokens for one in reflections)
+    tokens = sum(
+        reflection.prompt_tokens + reflection.completion_tokens for reflection in reflections
+    )
     played = metrics.get("prompts/rollouts", 0.0)
     lines += [
         f"held-out score {score_text(before, share)} -> {score_text(after, share)}",
@@ -507,11 +519,11 @@ async def find(store_url: str, run: str, rollouts: int = 20) -> str:
 
 
 def _component(role: str, calls: list[Transition]) -> str:
-    own = [call for call in calls if call.role == role]
-    texts = [text for call in own if (text := _system(call.messages))]
+    calls_of_role = [call for call in calls if call.role == role]
+    texts = [text for call in calls_of_role if (text := _system(call.messages))]
     shared = commonprefix(texts)  # noqa: RUF071 - of characters
-    tools = Counter(name for call in own for name in _tools(call.tools))
-    lines = [f"# {role}: {len(own)} calls, tools: {', '.join(tools) or 'none'}"]
+    tools = Counter(name for call in calls_of_role for name in _tools(call.tools))
+    lines = [f"# {role}: {len(calls_of_role)} calls, tools: {', '.join(tools) or 'none'}"]
     if shared.strip():
         text = shared.strip().replace("\n", "\n# ")
         lines += [f"# write to prompts/{role}.txt:", f"# {text}", f'{role} = "prompts/{role}.txt"']
@@ -523,8 +535,8 @@ def _component(role: str, calls: list[Transition]) -> str:
 def _system(messages: list[dict[str, Json]]) -> str:
     content = next((m.get("content") for m in messages if m.get("role") in INSTRUCTION_ROLES), "")
     parts = content if isinstance(content, list) else [{"text": content}]
-    found = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return str(next(filter(None, found), ""))
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return str(next(filter(None, texts), ""))
 
 
 def _tools(tools: list[dict[str, Any]]) -> Iterator[str]:

@@ -77,17 +77,22 @@ class StoredBackend:
         self.metrics: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self._evaluations = count()
-        self._known: dict[str, Reflection] = {}
+        self._reflections: dict[str, Reflection] = {}
         self._started = time.monotonic()
         self._scored = False  # whether there has been a rollout with a reward
 
     async def load(self) -> None:
-        """Read the reflections of before a restart, and leave out evaluations of the seed texts
-        that ended the run, because every rollout failed."""
+        """Read the reflections from before a restart, and skip evaluations of the seed texts that
+        ended the run because every rollout failed."""
         rows = await self.store.groups(self.config.name, step=self.step, limit=MAX_TRIALS)
-        own = sorted((row for row in rows if row.id.startswith(self.name)), key=lambda row: row.id)
-        self._evaluations = count(len([*takewhile(all_failed, own)]))
-        self._known = {one.id: one for one in await reflections_of(self.store, self.config.name)}
+        evaluations = sorted(
+            (row for row in rows if row.id.startswith(self.name)), key=lambda row: row.id
+        )
+        self._evaluations = count(len([*takewhile(all_failed, evaluations)]))
+        self._reflections = {
+            reflection.id: reflection
+            for reflection in await reflections_of(self.store, self.config.name)
+        }
 
     def play(
         self, batches: Sequence[tuple[Candidate, Sequence[int]]], *, traces: bool
@@ -107,10 +112,10 @@ class StoredBackend:
         now = time.monotonic()
         timed = metrics | {"time/step": now - self._started}
         if self.step >= self.state.step:
-            known = {name: value for name, value in timed.items() if not math.isnan(value)}
+            finite = {name: value for name, value in timed.items() if not math.isnan(value)}
             run, epoch = self.config.name, self.state.epoch
             nothing: Any = {"groups": [], "versions": {}, "checkpoint": None}
-            commit = StepCommit(run=run, epoch=epoch, step=self.step, metrics=known, **nothing)
+            commit = StepCommit(run=run, epoch=epoch, step=self.step, metrics=finite, **nothing)
             self._do(self.store.commit_step(commit))
         self.step, self._started = self.step + 1, now
 
@@ -123,8 +128,10 @@ class StoredBackend:
         groups = [f"{self.name}/{next(self._evaluations):05d}.{c.id}" for c, _ in batches]
         requested: list[NewRollout] = []
         for group, (candidate, tasks) in zip(groups, batches, strict=True):
-            own = [self.tasks[i] for i in tasks]
-            requested += candidate_rollouts(self.config, group, own, candidate.id, self.step)
+            chosen_tasks = [self.tasks[i] for i in tasks]
+            requested += candidate_rollouts(
+                self.config, group, chosen_tasks, candidate.id, self.step
+            )
         await self.store.enqueue(requested)
         for group in groups:
             await self.store.settled(group)
@@ -151,13 +158,13 @@ class StoredBackend:
         return {name: example for name, example in examples.items() if example}
 
     async def _ask(self, id: str, question: str) -> Reflection:
-        if id in self._known:
-            if self._known[id].question != question:
+        if id in self._reflections:
+            if self._reflections[id].question != question:
                 raise AgentRLError(
                     f"reflection {id} was asked something else before: settings, tasks or the "
                     "version of gepa have changed; restore them, or start again with --fresh"
                 )
-            return self._known[id]
+            return self._reflections[id]
         started = time.monotonic()
         who = self.settings.reflector
         endpoint = await find_endpoint(self.store, self.config, who)
@@ -198,7 +205,7 @@ def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
         return {}
     last = calls[-1]
     answer = last.answer or {}
-    said = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
+    answered = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
     feedback = [
         f"{reward.name} = {reward.value:g}" + (f": {reward.note}" if reward.note else "")
         for reward in trace.rollout.rewards
@@ -210,7 +217,7 @@ def example_of(trace: Trace, text: PromptText) -> dict[str, str]:
     read = json.dumps(last.messages[-1].get("content"), ensure_ascii=False)
     return {
         "Read": read[:MAX_MESSAGE_CHARS],
-        "Said": str(said)[:MAX_MESSAGE_CHARS],
+        "Said": str(answered)[:MAX_MESSAGE_CHARS],
         "Feedback": "; ".join(feedback),
     }
 
@@ -278,9 +285,9 @@ async def play_heldout(
         for name, id in candidates.items()
     }
     for name, rows in (await play(store, requested)).items():
-        known = [row.reward() for row in rows if not math.isnan(row.reward())]
-        values = {f"{name}_missing": float(len(rows) - len(known))}
-        values |= {name: fmean(known)} if known else {}
+        scored = [row.reward() for row in rows if not math.isnan(row.reward())]
+        values = {f"{name}_missing": float(len(rows) - len(scored))}
+        values |= {name: fmean(scored)} if scored else {}
         await store.log(config.name, step, values, epoch=state.epoch)
 
 
@@ -292,7 +299,7 @@ def main(config: RunConfig) -> None:
 
 
 async def _search_with_policies(config: RunConfig) -> None:
-    """With the run's policies, which do not learn."""
+    """Search with the run's policies, which do not learn."""
     from agentrl.algorithms.train.stages import served
 
     async with served(config, 0) as (store, state):
@@ -338,8 +345,8 @@ class PromptSchedule:
         texts = prompt_texts(self._config, directory)
         log_phase(log, f"prompts: {directory or 'the agent has its own texts'}")
         id, name = candidate_id(texts), self._config.name
-        own = Candidate(id=id, run=name, step=0, parents=[], state="accepted", texts=texts)
-        await self._use(own)
+        original = Candidate(id=id, run=name, step=0, parents=[], state="accepted", texts=texts)
+        await self._use(original)
         for step in range(self._state.step):
             await self.before_step(step)
 
@@ -347,8 +354,8 @@ class PromptSchedule:
         """If a search is due, run it from the prompts in use, with the current policies."""
         prompts = self._config.prompts
         schedule = prompts.schedule
-        every = schedule if isinstance(schedule, int) else max(1, self._config.steps)
-        if not prompts.components or schedule == "off" or step % every:
+        interval = schedule if isinstance(schedule, int) else max(1, self._config.steps)
+        if not prompts.components or schedule == "off" or step % interval:
             return
 
         config = self._config

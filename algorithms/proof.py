@@ -1,9 +1,9 @@
 """Checks a run's packing on this hardware before the first step, by comparing log-probs and
 gradients of branches packed as a trie and as rows; and prints the estimates on the console.
 
-In float32 both must be equal but for the order of sums. In bfloat16 any change of that order moves
-a real model's log-probs by some tenths, so both are compared with float32: the trie's distance from
-it may be only slightly larger than that of rows.
+In float32 both must be equal except for the order of sums. In bfloat16 any change of that order
+moves a real model's log-probs by some tenths, so both are compared with float32: the trie's
+distance from it may be only slightly larger than that of rows.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ def _distance(
         gradient = torch.stack([x.gradient for x in alone]).sum(0)
         exact = Computed(torch.cat([x.logprobs for x in alone]), gradient)
         least = least_gradient = TOLERANCE["bfloat16"]
-    found, usual = (
-        torch.tensor([_spread(each.logprobs - exact.logprobs), _relative(each, exact)])
-        for each in (trie, separate)
+    distances, usual = (
+        torch.tensor([_spread(computed.logprobs - exact.logprobs), _relative(computed, exact)])
+        for computed in (trie, separate)
     )
-    ratios = found / usual.clamp(min=torch.tensor([least, least_gradient]))
+    ratios = distances / usual.clamp(min=torch.tensor([least, least_gradient]))
     return float(torch.cat([ratios, torch.tensor([masks])]).max())  # NaN if any is
 
 
@@ -173,20 +173,20 @@ def _spread(differences: Tensor) -> float:
     return float(differences.square().mean().sqrt())
 
 
-def _relative(found: Computed, wanted: Computed) -> float:
-    return float((found.gradient - wanted.gradient).norm() / wanted.gradient.norm())
+def _relative(computed: Computed, wanted: Computed) -> float:
+    return float((computed.gradient - wanted.gradient).norm() / wanted.gradient.norm())
 
 
 @contextmanager
 def _widened(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model has its weights in float32."""
-    kept = [(weight, weight.data) for weight in model.parameters()]
+    weights = [(weight, weight.data) for weight in model.parameters()]
     try:
-        for weight, data in kept:
+        for weight, data in weights:
             weight.data = data.float()
         yield
     finally:
-        for weight, data in kept:
+        for weight, data in weights:
             weight.data = data
 
 
@@ -197,15 +197,15 @@ def _free(device: torch.device) -> int:
 log = logging.getLogger("agentrl.algorithm")
 
 
-def announce(config: RunConfig, models: Sequence[LoadedModel], done: int = 0) -> None:
+def announce(config: RunConfig, models: Sequence[LoadedModel], finished: int = 0) -> None:
     """Log the estimates of a run that is about to train, as a warning if memory is too small. done:
     finished steps."""
-    for own, model in _learning(config, models):
-        fits, sentence = estimate.memory(own, model.model)
+    for settings, model in _learning(config, models):
+        fits, sentence = estimate.memory(settings, model.model)
         if fits:
             log_phase(log, f"memory: at most {sentence.partition(':')[0]}")
         (log.info if fits else log.warning)("memory: at most %s", sentence)
-        for line in duration(own, model.model, done):
+        for line in duration(settings, model.model, finished):
             log_phase(log, line)
 
 
@@ -213,8 +213,8 @@ def announce_tried(
     config: RunConfig, models: Sequence[LoadedModel], groups: Sequence[Group]
 ) -> None:
     """Log the memory that contexts as in the first step's rollouts need."""
-    for own, model in _learning(config, models):
-        if sentence := estimate.tried(own, model.model, groups):
+    for settings, model in _learning(config, models):
+        if sentence := estimate.tried(settings, model.model, groups):
             log_phase(log, f"memory: {sentence}")
 
 
@@ -223,7 +223,9 @@ def _learning(
 ) -> Iterator[tuple[RunConfig, LoadedModel]]:
     """The models that learn, each with the view of its first policy that does."""
     learning = trained_policies(config) if config.steps and config.learner.kind == "torch" else []
-    for model in (each for each in models if set(each.policies).intersection(learning)):
+    for model in (
+        candidate for candidate in models if set(candidate.policies).intersection(learning)
+    ):
         yield view(config, next(name for name in model.policies if name in learning)), model
 
 
@@ -248,13 +250,15 @@ def forecast(config: RunConfig) -> list[str]:
     """The estimates for the models of a run file, which are not loaded."""
     if config.learner.kind != "torch":
         return []
-    found: list[str] = []
+    lines: list[str] = []
     views = (view(config, name) for name in trained_policies(config))
-    for source, own in {each.model_path(): each for each in views}.items():
-        if own.policy.build and not Path(source or "?").is_dir():
+    for source, settings in {
+        policy_view.model_path(): policy_view for policy_view in views
+    }.items():
+        if settings.policy.build and not Path(source or "?").is_dir():
             return ["memory and time are estimated at the start of the run, after policy.build"]
         try:
-            found += estimate.describe(own, source) if source else []
+            lines += estimate.describe(settings, source) if source else []
         except (OSError, ValueError):  # it is on the hub
-            found.append(f"memory and time of {source} are unknown; agentrl doctor asks the hub")
-    return found
+            lines.append(f"memory and time of {source} are unknown; agentrl doctor asks the hub")
+    return lines

@@ -26,20 +26,20 @@ MAX_ITERATIONS, MIN_CHANGE = (
 
 def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
     """The return of each role; None if the game failed or a return is missing."""
-    found = {
+    by_role = {
         row.target: row.value
         for row in rollout.rewards
         if row.scope is Scope.ROLE and row.name == "outcome" and row.target and isfinite(row.value)
     }
-    complete = rollout.state is RolloutState.SUCCEEDED and found.keys() >= set(roles)
-    return found if complete else None
+    complete = rollout.state is RolloutState.SUCCEEDED and by_role.keys() >= set(roles)
+    return by_role if complete else None
 
 
-def game_score(got: Mapping[str, float], role: str, roles: Sequence[str]) -> float:
+def game_score(by_role: Mapping[str, float], role: str, roles: Sequence[str]) -> float:
     """1 if a role's return is above the mean of the other roles' returns, 1/2 if equal, else 0.
     Also meaningful in general-sum games."""
-    rest = fmean(got[other] for other in roles if other != role)
-    return (1 + (got[role] > rest) - (got[role] < rest)) / 2
+    mean_of_others = fmean(by_role[other] for other in roles if other != role)
+    return (1 + (by_role[role] > mean_of_others) - (by_role[role] < mean_of_others)) / 2
 
 
 def expected(rating: float, other: float) -> float:
@@ -107,25 +107,25 @@ def game_figures(metrics: Mapping[str, float]) -> dict[str, str]:
     if "selfplay/games" not in metrics:
         return {}
     seats = sorted(seat[1] for name in metrics if (seat := SEAT.fullmatch(name)))
-    found = {
+    figures = {
         seat: f"{metrics[f'{RETURN}{seat}/mean']:.3f} ± {metrics[f'{RETURN}{seat}/std']:.3f}"
         for seat in seats
     }
-    found["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
+    figures["calls a game"] = f"{metrics.get('calls', 0.0) / max(metrics['rollouts'], 1.0):.1f}"
     if (invalid := metrics.get("reward/role:invalid/mean")) is not None:
-        found["illegal moves"] = f"{abs(invalid) * len(seats):.2f}"
+        figures["illegal moves"] = f"{abs(invalid) * len(seats):.2f}"
     first = [x for name, x in metrics.items() if name.startswith(WIN_RATE) and FIRST in name]
     pool = [metrics[name] for name in ("selfplay/win_rate",) if name in metrics]
-    known = {"against the first": first, "against the pool": pool}
-    return found | {label: f"{x:.0%}" for label, values in known.items() for x in values}
+    win_rates = {"against the first": first, "against the pool": pool}
+    return figures | {label: f"{x:.0%}" for label, values in win_rates.items() for x in values}
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
     """A table of the win rates of each snapshot of a self-play pool (row) against the others
     (column), estimated when the snapshot was taken, and of final Elo ratings; None without a
     pool."""
-    known = {step_number(row.step): row.metrics for row in steps if row.committed}
-    last = known[max(known)] if known else {}
+    by_step = {step_number(row.step): row.metrics for row in steps if row.committed}
+    last = by_step[max(by_step)] if by_step else {}
     pool = {_snapshot_step(key): last[key] for key in sorted(last) if key.startswith(ELO)}
     if not pool:
         return None
@@ -134,16 +134,16 @@ def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
     for column in (*columns, "Elo"):
         table.add_column(column, justify="right")
     for taken, rating in pool.items():
-        table.add_row(f"@{taken}", *_rates(known.get(taken, {}), pool), f"{rating:.0f}")
+        table.add_row(f"@{taken}", *_rates(by_step.get(taken, {}), pool), f"{rating:.0f}")
     table.add_row("final", *_rates(last, pool), f"{last['selfplay/elo']:.0f}")
     return table
 
 
 def _rates(metrics: dict[str, float], columns: dict[int, float]) -> list[str]:
-    found = {
+    rates = {
         _snapshot_step(key): value for key, value in metrics.items() if key.startswith(WIN_RATE)
     }
-    return [f"{found[taken]:.0%}" if taken in found else "" for taken in columns]
+    return [f"{rates[taken]:.0%}" if taken in rates else "" for taken in columns]
 
 
 def _snapshot_step(key: str) -> int:

@@ -131,7 +131,7 @@ class RewardModel:
             for rollout in group.rollouts
             if (calls := self.scored_calls(rollout))
         }
-        calls = [call for each in scored.values() for call in each]
+        calls = [call for calls_of_rollout in scored.values() for call in calls_of_rollout]
         scores = self.scorer(calls).tolist() if calls else []
         self._check(groups, scores)
         of_call = dict(zip((call.id for call in calls), scores, strict=True))
@@ -297,7 +297,7 @@ def load_scalar(
     """Load a decoder with one score and the policy's vocabulary, on its device and in its dtype.
     Raises PolicyError for anything else."""
     try:
-        own = AutoTokenizer.from_pretrained(name)
+        own_tokenizer = AutoTokenizer.from_pretrained(name)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name, dtype=policy.dtype, output_loading_info=True
         )
@@ -308,7 +308,7 @@ def load_scalar(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "
             "as reward trainers save it"
         )
-    check_vocabulary(key, name, own, tokenizer, added=PADDING)
+    check_vocabulary(key, name, own_tokenizer, tokenizer, added=PADDING)
     model.eval().requires_grad_(False)
     return model.to(policy.device)
 
@@ -413,7 +413,11 @@ def make_reward_models(
         model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
         against = freeze(load_auxiliary(f"{key}.model", start, policy, tokenizer))
         scorer = ImplicitScorer(model, against, BETA, supported_packing(model, packing), budget)
-        limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
+        limits = [
+            limit
+            for one_model in (model, against)
+            if (limit := context_length(one_model)) is not None
+        ]
         context = min(limits, default=None)
         models.append(RewardModel(name, scorer, scope, sums=True, context=context))
         if settings.lr and isinstance(config.learner, TorchLearnerConfig):

@@ -101,10 +101,10 @@ class RewardTrainer:
         """Weighted mean over examples. Pairs: -log sigmoid(r_w - r_l - margin) +
         CENTRE (r_w + r_l)^2, arXiv 2203.02155, 2307.09288, 2312.09244; labels: cross-entropy.
         scores: of their texts, [T]."""
-        paired, r, other = _of_texts(examples, scores)
+        paired, r, last = _of_texts(examples, scores)
         label = torch.tensor([example.label for example in examples], dtype=torch.float64)
         margin = torch.tensor([self.margin * example.margin for example in examples])
-        pairs = -logsigmoid(r - other - margin) + CENTRE * (r + other).square()
+        pairs = -logsigmoid(r - last - margin) + CENTRE * (r + last).square()
         alone = binary_cross_entropy_with_logits(r, label, reduction="none")
         weight = torch.tensor([example.weight for example in examples], dtype=torch.float64)
         return (weight * torch.where(paired, pairs, alone)).sum() / weight.sum().clamp(min=1e-9)
@@ -152,8 +152,8 @@ def preference_metrics(scorer: ScalarScorer, examples: Sequence[Example]) -> dic
     text is better; margin: mean score difference; ece: expected calibration error of its sigmoid,
     ten bins; length: correlation of score difference and length difference."""
     scores = scorer.scores([text for example in examples for text in example.texts])
-    paired, r, other = _of_texts(examples, scores)
-    gap = r - torch.where(paired, other, 0.0)
+    paired, r, last = _of_texts(examples, scores)
+    gap = r - torch.where(paired, last, 0.0)
     label = torch.tensor([example.label for example in examples], dtype=torch.float64)
     right = torch.where(gap == 0, 0.5, ((gap > 0) == (label > 0.5)).double())
     more = torch.tensor([float(example.length) for example in examples], dtype=torch.float64)
@@ -177,11 +177,15 @@ def calibration_error(logit: Tensor, label: Tensor) -> Tensor:
 
 def best_of_n(scores: Sequence[float], truth: Sequence[float], n: int) -> float:
     """Expected truth of the best-scored rollout in a random subset of n, ties broken at random."""
-    total, left = 0.0, len(scores)
+    total, remaining = 0.0, len(scores)
     for score in sorted(set(scores), reverse=True):
-        same = [value for own, value in zip(scores, truth, strict=True) if own == score]
-        total += (comb(left, n) - comb(left - len(same), n)) * fmean(same)
-        left -= len(same)
+        same = [
+            value
+            for score_of_one, value in zip(scores, truth, strict=True)
+            if score_of_one == score
+        ]
+        total += (comb(remaining, n) - comb(remaining - len(same), n)) * fmean(same)
+        remaining -= len(same)
     return total / comb(len(scores), n)
 
 
@@ -207,14 +211,16 @@ class Reader:
                 f"data.name = {data.name!r}: its calls show images, and reward models read text "
                 "only; train on a data set without images"
             )
-        every = [example for item in items for example in self._of(item, sides)]
-        kept = [e for e in every if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)]
-        if not kept:
+        all_examples = [example for item in items for example in self._of(item, sides)]
+        fitting = [
+            e for e in all_examples if all(0 < len(t) <= (self.context or len(t)) for t in e.texts)
+        ]
+        if not fitting:
             raise ConfigError(
                 f"data.name = {data.name!r}: of {len(items)} items of split {split!r} none is a "
                 f"pair, a label or steps within the model's context of {self.context} tokens"
             )
-        return kept
+        return fitting
 
     def _of(self, item: Item, sides: dict[str, list[Transition]]) -> Iterable[Example]:
         """The examples of an item. The text of a rollout is that of its last call, the text of a
@@ -292,11 +298,11 @@ async def best_of_curve(
     rows = await store.rollouts(run, purpose=Purpose.TRAIN)
     groups = []
     for _, members in groupby(rows, key=lambda row: row.group):
-        known = [row for row in members if not isnan(row.reward())]
-        calls = await store.calls([row.id for row in known]) if len(known) >= max(sizes) else {}
-        last = [calls[row.id][-1] for row in known if calls.get(row.id)]
-        if len(last) == len(known) and last and all(call.exact for call in last):
-            groups.append((scorer(last).tolist(), [row.reward() for row in known]))
+        scored = [row for row in members if not isnan(row.reward())]
+        calls = await store.calls([row.id for row in scored]) if len(scored) >= max(sizes) else {}
+        last = [calls[row.id][-1] for row in scored if calls.get(row.id)]
+        if len(last) == len(scored) and last and all(call.exact for call in last):
+            groups.append((scorer(last).tolist(), [row.reward() for row in scored]))
     if not groups:
         raise ConfigError(f"--best-of: run {run!r} has no group of {max(sizes)} scored rollouts")
     return {

@@ -175,17 +175,18 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
     before, after = await _ends(store, run, steps, listed, latest)
     held = {task_input(row) for row in heldout}
     alike = await _alike(store, listed)
-    known = await known_of(store, config)
+    audit = await known_of(store, config)
     newly = await _last_played(store, run, rows)
     policies = derived.trained_policies(config)
     records = {}
     for name in policies:
-        own = [role for role, player in derived.policy_by_role(config).items() if player == name]
-        found = {
-            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS) for role in own
+        roles = [role for role, player in derived.policy_by_role(config).items() if player == name]
+        pages = {
+            role: await store.search(run, role=role, limit=1, budget=SEARCH_SECONDS)
+            for role in roles
         }
         # A search that ran out of time has not seen every rollout.
-        silent = [role for role, page in found.items() if not (page.rows or page.cursor)]
+        silent = [role for role, page in pages.items() if not (page.rows or page.cursor)]
         newest = await _newest(store, run, name if len(policies) > 1 else None)
         view = derived.view(config, name)
         metrics = [own_metrics(row.metrics, name) for row in rows]
@@ -209,8 +210,8 @@ async def read(store: Store, run: str, last: int = 0) -> dict[str, PolicyRun]:
             after=after,
             start=own_metrics(measured_first(measured), name),
             untouched=len(held - trained) if held & trained else 0,
-            audited=known,
-            hacked=[one for one in signs(played(newly, view, known), known) if one.crossed],
+            audited=audit,
+            hacked=[sign for sign in signs(played(newly, view, audit), audit) if sign.crossed],
         )  # fmt: skip
     return records
 
@@ -228,7 +229,7 @@ async def _latest(
         return []
     steps = [row.step for row in rows[-LATEST_STEPS:]]
     read = [await store.rollouts(run, purpose=Purpose.TRAIN, trained=step) for step in steps]
-    return [row for some in read for row in some]
+    return [row for rollouts in read for row in rollouts]
 
 
 async def _last_played(store: Store, run: str, rows: Sequence[StepRow]) -> list[Rollout]:
@@ -236,8 +237,8 @@ async def _last_played(store: Store, run: str, rows: Sequence[StepRow]) -> list[
     read = [
         await store.rollouts(run, purpose=Purpose.TRAIN, trained=row.step) for row in rows[-STEPS:]
     ]
-    some = await _with_calls(store, [row for step in read for row in step])
-    return [row for row in some if row.transitions] or some
+    rollouts = await _with_calls(store, [row for step in read for row in step])
+    return [row for row in rollouts if row.transitions] or rollouts
 
 
 async def _ends(
@@ -255,19 +256,19 @@ async def _ends(
             for step in (steps[name][0], steps[name][-1])
         ]
     else:
-        done = [row for row in (*listed, *latest) if row.state is RolloutState.SUCCEEDED]
-        fifth = len(done) // 5
-        ends = [done[:fifth], done[-fifth:] if fifth else []]
+        succeeded = [row for row in (*listed, *latest) if row.state is RolloutState.SUCCEEDED]
+        fifth = len(succeeded) // 5
+        ends = [succeeded[:fifth], succeeded[-fifth:] if fifth else []]
     before, after = [await _with_calls(store, rows) for rows in ends]
     return before, after
 
 
 async def _with_calls(store: Store, rows: Sequence[Rollout]) -> list[Rollout]:
     """The rollouts, with calls for ENDS_READ of them, evenly spread."""
-    every = max(1, len(rows) // ENDS_READ)
-    traces = [await store.trace(row.id) for row in rows[::every][:ENDS_READ]]
-    known = {one.rollout.id: one.transitions for one in traces if one}
-    return [replace(row, transitions=known.get(row.id, [])) for row in rows]
+    stride = max(1, len(rows) // ENDS_READ)
+    traces = [await store.trace(row.id) for row in rows[::stride][:ENDS_READ]]
+    calls_of = {trace.rollout.id: trace.transitions for trace in traces if trace}
+    return [replace(row, transitions=calls_of.get(row.id, [])) for row in rows]
 
 
 async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
@@ -275,7 +276,7 @@ async def _newest(store: Store, run: str, policy: str | None) -> list[Rollout]:
     it; None: all."""
     page = await store.search(run, policy=policy, purpose=Purpose.TRAIN, limit=ROLLOUTS_READ)
     traces = [await store.trace(row.id) for row in page.rows]
-    return [replace(one.rollout, transitions=one.transitions) for one in traces if one]
+    return [replace(trace.rollout, transitions=trace.transitions) for trace in traces if trace]
 
 
 def _trained(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Change | None:
@@ -302,22 +303,22 @@ async def _alike(store: Store, listed: Sequence[Rollout]) -> Alike | None:
         if row.state is RolloutState.SUCCEEDED and math.isfinite(row.reward()):
             equal[repr((row.task, row.result))].append(row)
     pairs = [rows for rows in equal.values() if len(rows) > 1]
-    every = [x.reward() for rows in pairs for x in rows]
-    if not every or not (spread := _squares(every)):
+    rewards = [x.reward() for rows in pairs for x in rows]
+    if not rewards or not (spread := _squares(rewards)):
         return None
     within = sum(_squares([row.reward() for row in rows]) for rows in pairs)
     # Each set of equal rollouts has one degree of freedom less.
-    share = min(1.0, within / (len(every) - len(pairs)) / (spread / (len(every) - 1)))
+    share = min(1.0, within / (len(rewards) - len(pairs)) / (spread / (len(rewards) - 1)))
     differ = (rows for rows in pairs if len({row.reward() for row in rows}) > 1)
     for rows in [*differ][:ALIKE_READ]:
-        known: dict[str, Rollout] = {}
+        by_content: dict[str, Rollout] = {}
         for row in rows[:ALIKE_EACH]:
             trace = await store.trace(row.id)
             calls = trace.transitions if trace else []
             content = json.dumps([([*c.prompt], [*c.completion], c.images) for c in calls])
-            other = known.setdefault(content, row)
-            if calls and other.reward() != row.reward():
-                return Alike((other.id, row.id), share)
+            earlier = by_content.setdefault(content, row)
+            if calls and earlier.reward() != row.reward():
+                return Alike((earlier.id, row.id), share)
     return None
 
 
@@ -329,5 +330,7 @@ def _squares(values: Sequence[float]) -> float:
 def own_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
     """The metrics of a step, with those of the policy also without its prefix."""
     prefix = f"{policy}/"
-    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
-    return {**metrics, **own}
+    of_policy = {
+        key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)
+    }
+    return {**metrics, **of_policy}

@@ -69,12 +69,12 @@ class SnapshotStore:
         PolicyError for a snapshot that is missing on disk."""
         if not self.pool.now.snapshots:
             await self.save_due(steps)
-        known = {snapshot.name for snapshot in self.pool.now.snapshots}
+        pool_names = {snapshot.name for snapshot in self.pool.now.snapshots}
         lost = [
             row.id
             for row in await self._running()
             if any(
-                name not in known and name.startswith(f"{self.pool.policy}@")
+                name not in pool_names and name.startswith(f"{self.pool.policy}@")
                 for name in row.seats.values()
             )
         ]
@@ -110,8 +110,8 @@ class SnapshotStore:
     async def _running(self) -> list[Rollout]:
         """The rollouts that have not ended."""
         states = [state for state in RolloutState if not state.terminal]
-        found = [await self.store.rollouts(self.run, state=state) for state in states]
-        return [row for rows in found for row in rows]
+        by_state = [await self.store.rollouts(self.run, state=state) for state in states]
+        return [row for rows in by_state for row in rows]
 
     async def _serve(self) -> None:
         wanted = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
@@ -195,9 +195,9 @@ class OpponentPool:
     def seats(self, group: str, index: int) -> dict[str, str]:
         """The policy in each seat, for rollout `index` of a group."""
         roles = self.settings.seats
-        other = self.opponent(group)
+        opponent = self.opponent(group)
         learner = roles[index % len(roles)]
-        return {role: self.policy if role == learner else other for role in roles}
+        return {role: self.policy if role == learner else opponent for role in roles}
 
     def opponent(self, group: str) -> str:
         """The opponent in all rollouts of a group: a snapshot, or the policy itself."""
@@ -217,8 +217,8 @@ class OpponentPool:
     def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
         """Record the results of a step's games; returns metrics. Raises TrainingError for a seat
         that the games do not have."""
-        every = (rollout for group in groups for rollout in group.rollouts)
-        rollouts = [rollout for rollout in every if rollout.branch is None]
+        all_rollouts = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in all_rollouts if rollout.branch is None]
         self._check_seats(rollouts)
         scored = [game for rollout in rollouts if (game := self.game(rollout)) is not None]
         by_name = {snapshot.name: snapshot for snapshot in self.now.snapshots}
@@ -233,16 +233,18 @@ class OpponentPool:
         by_role = returns(rollout, roles)
         if by_role is None:
             return None
-        own = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
-        others = {rollout.seats[role] for role in roles if role not in own}
-        scores = {role: game_score(by_role, role, roles) for role in own}
+        learner_roles = [
+            role for role in roles if rollout.seats.get(role, self.policy) == self.policy
+        ]
+        others = {rollout.seats[role] for role in roles if role not in learner_roles}
+        scores = {role: game_score(by_role, role, roles) for role in learner_roles}
         return ScoredGame(others.pop() if others else self.policy, scores)
 
     def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
         """Metrics of one step's games and of the pool."""
         metrics = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
-        if every := [score for game in games for score in game.scores.values()]:
-            metrics["selfplay/draws"] = fmean(score == 0.5 for score in every)
+        if all_scores := [score for game in games for score in game.scores.values()]:
+            metrics["selfplay/draws"] = fmean(score == 0.5 for score in all_scores)
         met = [game for game in games if game.opponent != self.policy]
         if met:
             metrics["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
@@ -292,14 +294,14 @@ class OpponentPool:
     def _check_seats(self, rollouts: Sequence[Rollout]) -> None:
         """Raise TrainingError for a seat that was never played. A role without a call counts if it
         has a reward: it may have lost before its first move."""
-        done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
-        rows = (row for rollout in done for row in rollout.rewards)
+        games = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
+        rows = (row for rollout in games for row in rollout.rewards)
         self.seen.update(row.target for row in rows if row.scope is Scope.ROLE and row.target)
-        self.seen.update(call.role for rollout in done for call in rollout.transitions)
+        self.seen.update(call.role for rollout in games for call in rollout.transitions)
         for role in self.settings.seats:
             if self.seen and role not in self.seen:
                 raise TrainingError(
-                    f"selfplay.seats: no model played {role!r} in any of {len(done)} games, whose "
+                    f"selfplay.seats: no model played {role!r} in any of {len(games)} games, whose "
                     f"roles are {', '.join(sorted(self.seen))}; {nearest(role, self.seen)}"
                 )
 

@@ -120,8 +120,8 @@ class Simulation:
     def expect_end(self) -> None:
         """Schedule the next end of a call, assuming that nothing else happens before."""
         if self.calls:
-            left = max(0.0, self.calls[0][0] - self.progress)
-            self.next_end = self.after(self.debt + left * self.step_time(), self.end_call)
+            remaining = max(0.0, self.calls[0][0] - self.progress)
+            self.next_end = self.after(self.debt + remaining * self.step_time(), self.end_call)
 
     def end_call(self) -> None:
         heapq.heappop(self.calls)[2]()
@@ -165,8 +165,8 @@ class Simulation:
 
     def learn(self) -> None:
         """Train the next groups if all of them have ended."""
-        work, done = self.work, len(self.committed) * self.work.groups
-        numbers = sorted(self.ended) if work.ready else range(done, done + work.groups)
+        work, trained = self.work, len(self.committed) * self.work.groups
+        numbers = sorted(self.ended) if work.ready else range(trained, trained + work.groups)
         ended = [n for n in numbers if len(self.ended.get(n, ())) == work.group_size]
         if self.batch or len(ended) < work.groups:
             return

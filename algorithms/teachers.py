@@ -60,14 +60,14 @@ class RemoteTeacher:
 
     async def check(self) -> None:
         """Raise PolicyError unless the server answers, and has the policy's vocabulary."""
-        every = sorted(self.tokenizer.get_vocab().values())
-        ids = every[:: len(every) // CHECKED_TOKENS + 1] + every[-CHECKED_TOKENS:]
+        vocab = sorted(self.tokenizer.get_vocab().values())
+        ids = vocab[:: len(vocab) // CHECKED_TOKENS + 1] + vocab[-CHECKED_TOKENS:]
         try:
             async with aiohttp.ClientSession() as session:
                 answers = await self._ask(session, [ids[0], *ids])
         except AgentRLError as error:
             raise PolicyError(
-                f"{error}. It must be vLLM with the policy's vocabulary ({len(every)} tokens) and "
+                f"{error}. It must be vLLM with the policy's vocabulary ({len(vocab)} tokens) and "
                 f"--max-logprobs {self.k} or more"
             ) from None
         for id, tokens in zip(ids, answers, strict=True):
@@ -87,10 +87,10 @@ class RemoteTeacher:
         """See `Learner.top`, for k tokens. Raises TrainingError for tokens sampled at a temperature
         other than 1, PolicyError for a token outside the policy's vocabulary."""
         for row in batch.rows:
-            if len(other := row.temperature[row.temperature != 1]):
+            if len(others := row.temperature[row.temperature != 1]):
                 raise TrainingError(
                     f"{self.name} returns log-probs at temperature 1, and tokens were sampled at "
-                    f"{float(other[0]):g}; set sampling.override_agent = true, or load a "
+                    f"{float(others[0]):g}; set sampling.override_agent = true, or load a "
                     "teacher.model"
                 )
         pairs = asyncio.run(self._pairs(batch.rows))

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 def rounds(calls: Sequence[Transition]) -> list[int]:
     """Stages of a debate: for each call, the number of earlier calls of its role."""
-    seen: dict[str, count[int]] = {}
-    return [next(seen.setdefault(call.role, count())) for call in calls]
+    counters: dict[str, count[int]] = {}
+    return [next(counters.setdefault(call.role, count())) for call in calls]
 
 
 def marti(
@@ -38,12 +38,12 @@ def marti(
     mean score of all earlier stages, and the first stage keeps its score. Adds beta * the mean
     score of the last stage to every answer ("with outcome" in the paper, where beta is 0.5). MARTI,
     OpenReview E7jZqo0A50."""
-    known = [(stage, x) for stage, x in zip(stages, scores, strict=True) if not isnan(x)]
-    outcome = fmean(x for stage, x in known if stage == max(known)[0]) if known else nan
+    judged = [(stage, x) for stage, x in zip(stages, scores, strict=True) if not isnan(x)]
+    outcome = fmean(x for stage, x in judged if stage == max(judged)[0]) if judged else nan
     shaped = []
     for stage, r in zip(stages, scores, strict=True):
         gain = 0.0
-        if before := [x for earlier, x in known if earlier < stage]:
+        if before := [x for earlier, x in judged if earlier < stage]:
             q = fmean(before)
             gain = r - q if how == "margin" else q * r - (1 - q) * (1 - r)
         shaped.append(r + alpha * gain + beta * outcome)
@@ -130,14 +130,14 @@ def cross(
 
     value: the return of one answer of each role, called for every combination; NaN: unknown and
     excluded from the means. MAGRPO's cross mode, arXiv 2508.04652."""
-    known: dict[tuple[str, int], list[float]] = {}
+    values: dict[tuple[str, int], list[float]] = {}
     for picked in product(*(range(len(sampled)) for sampled in answers.values())):
         joint = dict(zip(answers, picked, strict=True))
         x = value({role: answers[role][i] for role, i in joint.items()})
         for answer in joint.items():
-            known.setdefault(answer, []).extend([] if isnan(x) else [x])
+            values.setdefault(answer, []).extend([] if isnan(x) else [x])
     return {
-        role: [fmean(known.get((role, i)) or [nan]) for i in range(len(sampled))]
+        role: [fmean(values.get((role, i)) or [nan]) for i in range(len(sampled))]
         for role, sampled in answers.items()
     }
 
@@ -189,8 +189,8 @@ role, such as an empty or a default message."""
 def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:
     """v(team) - v(team without the role). Wolpert and Tumer 2001."""
     team = frozenset(roles)
-    whole = value(team)
-    return {role: whole - value(team - {role}) for role in sorted(team)}
+    team_value = value(team)
+    return {role: team_value - value(team - {role}) for role in sorted(team)}
 
 
 def shapley(

@@ -78,10 +78,10 @@ def changes_of(rows: Sequence[Mapping[str, float]], config: RunConfig) -> dict[s
     chosen = config.tasks.order == "difficulty" or not config.plays_rollouts
     game = any("selfplay/games" in row for row in rows)
     trained = [_trained(row) for row in rows if "reward/mean" in row and not (game or chosen)]
-    found = held_out_changes(rows)
+    changes = held_out_changes(rows)
     if len(trained) > 1:
-        found[TRAINING] = change_of(trained, same_tasks=False, share=are_shares(rows))
-    return found
+        changes[TRAINING] = change_of(trained, same_tasks=False, share=are_shares(rows))
+    return changes
 
 
 def held_out_changes(rows: Sequence[Mapping[str, float]]) -> dict[str, Change]:
@@ -102,21 +102,21 @@ def not_improved(rows: Sequence[Mapping[str, float]]) -> str:
     """A sentence with the evidence that a run did not improve; empty without evidence, or if
     a score rose and none fell. The training reward is not evidence for this, because each step has
     other tasks."""
-    known = held_out_changes(rows)
+    changes = held_out_changes(rows)
     fallen = [
         f"{name} {x.format(x.first)} to {x.format(x.last)}, at best {x.format(x.best)}{_by_luck(x)}"
-        for name, x in known.items()
+        for name, x in changes.items()
         if x.fallen
     ]
     if fallen:
         return f"it got worse ({', '.join(fallen)})"
-    if any(x.last > x.first or x.first == x.last == 1.0 for x in known.values()):
+    if any(x.last > x.first or x.first == x.last == 1.0 for x in changes.values()):
         return ""
-    found = [
+    unchanged = [
         f"{name} {x.format(x.first)} to {x.format(x.last)}{_by_luck(x)}"
-        for name, x in known.items()
+        for name, x in changes.items()
     ]
-    return f"no improvement was measured ({', '.join(found)})" if found else ""
+    return f"no improvement was measured ({', '.join(unchanged)})" if unchanged else ""
 
 
 def _by_luck(change: Change) -> str:
@@ -147,19 +147,19 @@ def trial_name(name: str, trial: int) -> str:
 async def evaluation(store: Store, run: str, step: int, name: str) -> list[Rollout]:
     """The rollouts of an evaluation; before the first step those of the last start, because in
     earlier starts all rollouts failed."""
-    group, found = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
+    group, latest = f"{run}/eval/{step:06d}/{name}", list[Rollout]()
     for trial in count():
         rows = await store.rollouts(run, group=trial_name(group, trial))
         if not rows or step:
-            return rows or found
-        found = rows
+            return rows or latest
+        latest = rows
     raise AssertionError
 
 
 def task_input(row: Rollout) -> str:
     """The input of a task; its question, if the input is only an index."""
-    asked = row.task.get("question", row.task.get("input", row.task))
-    return json.dumps(asked, sort_keys=True)
+    question = row.task.get("question", row.task.get("input", row.task))
+    return json.dumps(question, sort_keys=True)
 
 
 async def paired(
@@ -171,31 +171,35 @@ async def paired(
 ) -> dict[str, Change]:
     """The changes with the noise of a paired comparison of tasks. steps: of the evaluations, by
     name. without: inputs of trained tasks, which are left out if other tasks remain."""
-    found = dict(changes)
+    result = dict(changes)
     for name in changes.keys() & EVALUATIONS.keys():
         size = math.ceil(len(steps[name]) / 5)
         group = EVALUATIONS[name]
         rows = [
-            [await evaluation(store, run, step, group) for step in some]
-            for some in (steps[name][:size], steps[name][-size:])
+            [await evaluation(store, run, step, group) for step in chosen_steps]
+            for chosen_steps in (steps[name][:size], steps[name][-size:])
         ]
-        leaks = any(task_input(row) in without for end in rows for one in end for row in one)
-        ends = [[_by_task(one, without) for one in end] for end in rows]
-        every = [one for end in ends for one in end]
-        common = [task for task in every[0] if all(task in one for one in every)]
-        first, last = ([fmean(one[task] for one in end) for task in common] for end in ends)
+        leaks = any(
+            task_input(row) in without for end in rows for rollouts in end for row in rollouts
+        )
+        ends = [[_by_task(rollouts, without) for rollouts in end] for end in rows]
+        by_task = [outcomes for end in ends for outcomes in end]
+        common = [task for task in by_task[0] if all(task in outcomes for outcomes in by_task)]
+        first, last = (
+            [fmean(outcomes[task] for outcomes in end) for task in common] for end in ends
+        )
         if len(common) > 1:
             differences = [b - a for a, b in zip(first, last, strict=True)]
-            values = [value for one in every for value in one.values()]
+            values = [value for outcomes in by_task for value in outcomes.values()]
             most = max(values) - min(values)
             # Where all are equal they do not show how far apart others could be.
             noise = _noise_of_mean(differences, most) if most else changes[name].noise
-            own = replace(changes[name], noise=min(changes[name].noise, noise))
+            change = replace(changes[name], noise=min(changes[name].noise, noise))
             # Some have no outcome, or were trained.
-            if leaks or any(len(one) > len(common) for one in every):
-                own = replace(own, first=fmean(first), last=fmean(last), noise=noise)
-            found[name] = own
-    return found
+            if leaks or any(len(outcomes) > len(common) for outcomes in by_task):
+                change = replace(change, first=fmean(first), last=fmean(last), noise=noise)
+            result[name] = change
+    return result
 
 
 def _noise_of_mean(differences: Sequence[float], most: float) -> float:
@@ -207,11 +211,11 @@ def _noise_of_mean(differences: Sequence[float], most: float) -> float:
 
 def _by_task(rollouts: Sequence[Rollout], without: Container[str]) -> dict[str, float]:
     """The mean outcome of each task with an outcome; without trained tasks, if others remain."""
-    found: dict[str, list[float]] = {}
+    outcomes: dict[str, list[float]] = {}
     for row in [row for row in rollouts if task_input(row) not in without] or rollouts:
         if math.isfinite(value := row.reward()):
-            found.setdefault(repr(row.task), []).append(value)
-    return {task: fmean(values) for task, values in found.items()}
+            outcomes.setdefault(repr(row.task), []).append(value)
+    return {task: fmean(values) for task, values in outcomes.items()}
 
 
 def _by_chance(values: Sequence[float], span: int) -> float:
@@ -220,8 +224,8 @@ def _by_chance(values: Sequence[float], span: int) -> float:
     n, middle, mean = len(values), (len(values) - 1) / 2, fmean(values)
     squares = sum((i - middle) ** 2 for i in range(n))
     slope = sum((i - middle) * (x - mean) for i, x in enumerate(values)) / squares
-    left = sum((x - mean - slope * (i - middle)) ** 2 for i, x in enumerate(values))
-    error = math.sqrt(left / (n - 2) / squares)
+    squared_error = sum((x - mean - slope * (i - middle)) ** 2 for i, x in enumerate(values))
+    error = math.sqrt(squared_error / (n - 2) / squares)
     return span * error * LOOKS_Z * (1 + (LOOKS_Z**2 + 1) / (4 * (n - 2)))  # of Student's t
 
 

@@ -112,30 +112,32 @@ def _read(data: Sequence[dict[str, object]], loaded: LoadedModel) -> Conversatio
     """The rows of each conversation that fits the model's context."""
     ends, inputs = end_tokens(loaded.model, loaded.tokenizer), inputs_of(loaded.model)
     reader = ConversationReader(loaded.tokenizer, ends, inputs)
-    limit, found = context_length(loaded.model) or inf, []
-    for number, one in enumerate(data, start=1):
+    limit, conversations = context_length(loaded.model) or inf, []
+    for number, conversation in enumerate(data, start=1):
         try:
-            rows = reader.rows(one)
+            rows = reader.rows(conversation)
         except TrainingError as error:
             raise TrainingError(f"warmup.data: conversation {number}: {error}") from None
         if all(len(row.tokens) <= limit for row in rows):
-            found.append(rows)
-    if not found:
+            conversations.append(rows)
+    if not conversations:
         raise TrainingError(f"warmup.data: every conversation is longer than {limit} tokens")
-    if left := len(data) - len(found):
-        log.warning("warmup: %d conversations are longer than %s tokens: left out", left, limit)
-    return found
+    if too_long := len(data) - len(conversations):
+        log.warning("warmup: %d conversations are longer than %s tokens: left out", too_long, limit)
+    return conversations
 
 
-def _split(every: Conversations, settings: WarmupConfig) -> tuple[Conversations, Conversations]:
+def _split(
+    conversations: Conversations, settings: WarmupConfig
+) -> tuple[Conversations, Conversations]:
     """The training conversations and an evenly spaced held-out sample, of at most a batch or 16:
     with fewer, perhaps one-word answers, the loss is mostly noise."""
-    if len(every) < MIN_CONVERSATIONS:
-        return every, []
-    size = min(len(every) // HELD_OUT, max(settings.batch, MIN_HELD_OUT))
-    chosen = {index * len(every) // size for index in range(size)}
-    heldout = [rows for index, rows in enumerate(every) if index in chosen]
-    return [rows for index, rows in enumerate(every) if index not in chosen], heldout
+    if len(conversations) < MIN_CONVERSATIONS:
+        return conversations, []
+    size = min(len(conversations) // HELD_OUT, max(settings.batch, MIN_HELD_OUT))
+    chosen = {index * len(conversations) // size for index in range(size)}
+    heldout = [rows for index, rows in enumerate(conversations) if index in chosen]
+    return [rows for index, rows in enumerate(conversations) if index not in chosen], heldout
 
 
 class Patience:
@@ -145,15 +147,15 @@ class Patience:
 
     def __init__(self, settings: WarmupConfig, heldout: Conversations) -> None:
         self._batch = as_batch([row for rows in heldout for row in rows]) if heldout else None
-        self._every = max(2, settings.steps // CHECKS)
+        self._interval = max(2, settings.steps // CHECKS)
         steps = max(MIN_COMPARED, COMPARED * settings.steps)
-        self._compared = max(MIN_CHECKS, ceil(steps / self._every))  # checks
+        self._compared = max(MIN_CHECKS, ceil(steps / self._interval))  # checks
         self._losses = list[float]()
         self.best = inf
 
     def ends(self, learner: Learner, steps: int) -> bool:
         """Check after `steps` steps, if it is time; returns whether to stop."""
-        if self._batch is None or steps % self._every:
+        if self._batch is None or steps % self._interval:
             return False
         loss = -float(learner.logprobs(self._batch).double().mean())
         log.info("warmup: held-out loss %.3f after %d steps", loss, steps)
@@ -204,11 +206,11 @@ class WarmUp:
             losses.append(self._step(step, as_batch([row for rows in chosen for row in rows])))
             done, now = step + 1, time.monotonic()
             if step == 0 or now - at >= LINE_EVERY:
-                left = (now - at) / (done - logged) * (self.settings.steps - done)
+                seconds = (now - at) / (done - logged) * (self.settings.steps - done)
                 logged, at = done, now
                 log_phase(
                     log, f"imitation step {done}/{self.settings.steps}  loss {losses[-1]:.3f}  "
-                    f"at most {left:.0f} s left",
+                    f"at most {seconds:.0f} s left",
                 )  # fmt: skip
             if self.patience.ends(self.learner, done):
                 break

@@ -45,10 +45,10 @@ async def findings(store: Store, run: str) -> list[dict[str, Any]]:
     """For each trained policy its `name`, number of `steps`, whether it `improved`, `said`: the
     verdict as a sentence, and `reasons` (text, change), most likely first. Raises NotFound for an
     unknown run."""
-    records, found = await read(store, run), []
+    records, results = await read(store, run), []
     for name, record in records.items():
         why = reasons(record)
-        found.append(
+        results.append(
             {
                 "name": name if len(records) > 1 else "",
                 "steps": len(record.steps),
@@ -57,7 +57,7 @@ async def findings(store: Store, run: str) -> list[dict[str, Any]]:
                 "reasons": [(reason.text, reason.change) for reason in why],
             }
         )
-    return found
+    return results
 
 
 # Least shares to report a reason, and to rank it by the order of the rules.
@@ -82,14 +82,14 @@ def reasons(run: PolicyRun) -> list[Reason]:
     share. For a run that has clearly improved only its losses, such as failed rollouts."""
     left_out = {*(EFFECTS if run.risen else ()), *(CAUSES if learned(run) else ())}
     left_out |= {*EFFECTS} - {constant_verifier} if run.solved else set()
-    found = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
-    found = [reason for reason in found if reason.share >= REPORTED_SHARE]
+    active = [r for rule in RULES if rule not in left_out and (r := rule(run)).text]
+    active = [reason for reason in active if reason.share >= REPORTED_SHARE]
     worst = lowest(run)  # a typical bad rollout among the newest
-    found = [
+    active = [
         replace(reason, change=own_settings(run, reason.change), example=reason.example or worst)
-        for reason in found
+        for reason in active
     ]
-    return sorted(found, key=lambda reason: -min(reason.share, RANKED_SHARE))
+    return sorted(active, key=lambda reason: -min(reason.share, RANKED_SHARE))
 
 
 def own_settings(run: PolicyRun, change: str) -> str:
@@ -112,12 +112,12 @@ def learned(run: PolicyRun) -> str:
     return f"it learned: {', '.join(risen)}"
 
 
-def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
+def opening(run: PolicyRun, reasons_found: Sequence[Reason]) -> str:
     """The first sentence about a run: whether it learned; changes within chance count as
     neither."""
-    more = "; the most likely reasons:" if found else "."
+    more = "; the most likely reasons:" if reasons_found else "."
     if learned(run):
-        return "It learned, but:" if found else "It learned."
+        return "It learned, but:" if reasons_found else "It learned."
     if run.improved and TRAINING in run.changes and len(run.changes) == 1:
         return f"The training reward rose, and no score of held-out tasks was measured{more}"
     if run.improved:
@@ -126,24 +126,24 @@ def opening(run: PolicyRun, found: Sequence[Reason]) -> str:
         return f"No step is trained yet{more}"
     if any(change.fallen for change in run.changes.values()):
         return f"It got worse{more}"
-    if run.solved and not found:
+    if run.solved and not reasons_found:
         return "Nothing was left to learn: it solved every held-out task before the first step."
     if risen := [name for name, change in run.changes.items() if change.risen]:
-        rest = [name for name in run.changes if name not in risen]
-        others = f", {' and '.join(rest)} did not" if rest else ""
+        not_risen = [name for name in run.changes if name not in risen]
+        others = f", {' and '.join(not_risen)} did not" if not_risen else ""
         text = f"{' and '.join(risen)} rose{others}{more}"
         return text[0].upper() + text[1:]
     if run.early:
         few = "It is too early to say: no difference is larger than chance"
-        return f"It has not learned so far{more}" if found else f"{few}."
-    return f"It did not learn{more}" if found else "No difference is larger than chance."
+        return f"It has not learned so far{more}" if reasons_found else f"{few}."
+    return f"It did not learn{more}" if reasons_found else "No difference is larger than chance."
 
 
 async def cause(store: Store, run: str, steps: int) -> str:
     """The most likely reason why the last `steps` steps trained nothing."""
     record, *_ = (await read(store, run, last=steps)).values()
-    found, *_ = reasons(record) or [missing_rewards(record)]
-    return f"{found.text.rstrip('. ')}. Look at {found.change}"
+    reason, *_ = reasons(record) or [missing_rewards(record)]
+    return f"{reason.text.rstrip('. ')}. Look at {reason.change}"
 
 
 def verdict(config: RunConfig, steps: Sequence[StepRow]) -> str:
@@ -179,18 +179,18 @@ def cut_answers(run: PolicyRun) -> Reason:
     share = run.mean("completion/truncated")
     if share < REPORTED_SHARE:
         return NO_REASON
-    done = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
-    cut = [row for row in done if any(call.finish == "length" for call in row.transitions)]
-    whole = [row for row in done if row not in cut]
-    known = [row.reward(run.outcome) for row in cut]
-    others = [row.reward(run.outcome) for row in whole]
+    scored = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
+    cut = [row for row in scored if any(call.finish == "length" for call in row.transitions)]
+    complete = [row for row in scored if row not in cut]
+    cut_rewards = [row.reward(run.outcome) for row in cut]
+    others = [row.reward(run.outcome) for row in complete]
     text = f"answers are cut off: {share:.0%} of the calls end at the token limit"
-    if min(len(known), len(others)) >= MIN_COMPARED:
-        error = math.sqrt(variance(known) / len(known) + variance(others) / len(others))
-        if fmean(others) - fmean(known) <= max(LOOKS_Z * error, 0.0):
+    if min(len(cut_rewards), len(others)) >= MIN_COMPARED:
+        error = math.sqrt(variance(cut_rewards) / len(cut_rewards) + variance(others) / len(others))
+        if fmean(others) - fmean(cut_rewards) <= max(LOOKS_Z * error, 0.0):
             return NO_REASON
-        theirs, rest = run.format(fmean(known)), run.format(fmean(others))
-        text += f", and their rollouts get {theirs}, others {rest}"
+        cut_text, complete_text = run.format(fmean(cut_rewards)), run.format(fmean(others))
+        text += f", and their rollouts get {cut_text}, others {complete_text}"
     else:
         means, spread = run.values("reward/mean"), run.values("reward/std")
         if any(spread) or not means or max(means) > 0 or min(means) < max(means):
@@ -199,8 +199,8 @@ def cut_answers(run: PolicyRun) -> Reason:
             f", and the verifier gives one reward to all: {run.format(means[0])} in all "
             f"{len(means)} steps"
         )
-    most = run.config.sampling.max_tokens
-    fix = f"sampling.max_tokens: more than {most or 'the context leaves'}; or ask the agent's "
+    limit = run.config.sampling.max_tokens
+    fix = f"sampling.max_tokens: more than {limit or 'the context leaves'}; or ask the agent's "
     example = min(cut, key=lambda row: row.reward(run.outcome), default=None)
     return Reason(share, text, fix + "model for less", example.id if example else "")
 
@@ -215,16 +215,16 @@ def leaked_tasks(run: PolicyRun) -> Reason:
     """Compares inputs of tasks; not if all inputs are equal, as in a game."""
     trained = {task_input(row) for row in run.listed}
     held = {task_input(row): row.id for row in run.heldout}
-    both = [id for task, id in held.items() if task in trained]
-    if len(held) < MIN_COMPARED or not both:
+    leaked = [id for task, id in held.items() if task in trained]
+    if len(held) < MIN_COMPARED or not leaked:
         return NO_REASON
-    text = f"held-out tasks are training tasks: {len(both)} of {len(held)} were trained, so the "
+    text = f"held-out tasks are training tasks: {len(leaked)} of {len(held)} were trained, so the "
     text += "held-out score shows memory too"
     if run.untouched and run.changes:
         scores = ", ".join(f"{n} {x.text}" for n, x in run.changes.items() if n != TRAINING)
         text += f"; of the {run.untouched} others alone: {scores}"
     fix = "tasks.heldout: tasks that are not in tasks.train"
-    return Reason(len(both) / len(held), text, fix, both[0])
+    return Reason(len(leaked) / len(held), text, fix, leaked[0])
 
 
 def repeated_tasks(run: PolicyRun) -> Reason:
@@ -278,11 +278,11 @@ def hacked_reward(run: PolicyRun) -> Reason:
 
 def exploitable_verifier(run: PolicyRun) -> Reason:
     """The findings of the audit before the run."""
-    known = run.audited
-    if known.verdict != "exploitable":
+    audit = run.audited
+    if audit.verdict != "exploitable":
         return NO_REASON
-    text = f"the verifier can be exploited, by its audit: {known.finding}"
-    return Reason(known.share, text, f"verifier.path: {known.change}")
+    text = f"the verifier can be exploited, by its audit: {audit.finding}"
+    return Reason(audit.share, text, f"verifier.path: {audit.change}")
 
 
 def _or_lowest(reward: float) -> float:
@@ -292,11 +292,11 @@ def _or_lowest(reward: float) -> float:
 def noisy_verifier(run: PolicyRun) -> Reason:
     if run.alike is None:
         return NO_REASON
-    one, other = run.alike.rollouts
+    first, second = run.alike.rollouts
     text = f"the verifier is noisy: {run.alike.share:.0%} of the differences in reward are between "
-    text += f"rollouts in which everything else is equal, such as {one} and {other}"
+    text += f"rollouts in which everything else is equal, such as {first} and {second}"
     fix = "verifier.path: the same reward for the same rollout (a mean of several opinions); "
-    return Reason(run.alike.share, text, fix + "algorithm.group_size: more", one)
+    return Reason(run.alike.share, text, fix + "algorithm.group_size: more", first)
 
 
 def other_sampler(run: PolicyRun) -> Reason:
@@ -353,8 +353,8 @@ def partial_rewards(run: PolicyRun) -> Reason:
 
 
 def one_answer(run: PolicyRun) -> Reason:
-    known = any(sign.metric == "reward/same_answer" for sign in run.hacked)  # `hacked_reward`
-    text = "" if known else hacking.one_answer(run)
+    reported = any(sign.metric == "reward/same_answer" for sign in run.hacked)  # `hacked_reward`
+    text = "" if reported else hacking.one_answer(run)
     fix = f"{HACK_FIX}; tasks.train: as many of each answer"
     return Reason(float(bool(text)), text, fix, _best_of(run) if text else "")
 
@@ -372,9 +372,9 @@ def _best_of(run: PolicyRun) -> str:
 
 def lowest(run: PolicyRun) -> str:
     """The id of the newest rollout with the lowest reward, if any has one."""
-    known = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
-    found = min(known, key=lambda row: row.reward(run.outcome), default=None)
-    return found.id if found else ""
+    scored = [row for row in run.newest if math.isfinite(row.reward(run.outcome))]
+    worst = min(scored, key=lambda row: row.reward(run.outcome), default=None)
+    return worst.id if worst else ""
 
 
 DETERMINISTIC_ENTROPY = 0.02  # nats per token, entropy of a deterministic policy
@@ -447,20 +447,23 @@ def missing_rewards(run: PolicyRun) -> Reason:
     """Only missing outcomes: a process reward may apply to some roles or calls, or be rare. Groups
     with too few scored rollouts are not in metrics of rewards, so the newest rollouts count,
     too."""
-    missing, every = 0.0, 0.0
+    missing, usable_total = 0.0, 0.0
     for step in run.steps:
         usable = step.get("rollouts/usable", step.get("rollouts", 0.0))
         missing += step.get(f"reward/{run.outcome}/frac_missing", 0.0) * usable
-        every += usable
-    done = [row for row in run.newest if row.state is RolloutState.SUCCEEDED]
-    lost = [row.id for row in done if math.isnan(row.reward(run.outcome))]
+        usable_total += usable
+    succeeded = [row for row in run.newest if row.state is RolloutState.SUCCEEDED]
+    without_reward = [row.id for row in succeeded if math.isnan(row.reward(run.outcome))]
     share, which = max(
-        (missing / max(every, 1.0), f"{missing:.0f} of {every:.0f} rollouts"),
-        (len(lost) / max(len(done), 1), f"{len(lost)} of the last {len(done)} rollouts"),
+        (missing / max(usable_total, 1.0), f"{missing:.0f} of {usable_total:.0f} rollouts"),
+        (
+            len(without_reward) / max(len(succeeded), 1),
+            f"{len(without_reward)} of the last {len(succeeded)} rollouts",
+        ),
     )
     if ":" not in run.outcome and share >= REPORTED_SHARE:
         text = f"rewards are missing: {which} have no {run.outcome!r}"
-        text += f", for example {lost[0]}" if lost else ""
+        text += f", for example {without_reward[0]}" if without_reward else ""
         return Reason(share, text, "verifier.path: return a number by this name")
     share = run.share(EMPTY, "rollouts", without="rollouts/failed")
     text = f"{share:.0%} of the rollouts did not fail and could not be trained: they made no call "
@@ -475,23 +478,26 @@ def high_lr(run: PolicyRun) -> Reason:
     if entropy and run.logprobs and "policy/entropy" not in run.steps[-1]:  # a step without update
         entropy.append(-fmean(run.logprobs))
     jumps = (abs(b - a) / max(entropy[0], 25 * DETERMINISTIC_ENTROPY) for a, b in pairwise(entropy))
-    jump, what = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
+    jump, evidence = max(jumps, default=0.0), f"{bad:.0%} of the optimizer steps were not finite"
     if jump > RANKED_SHARE and not run.risen:
-        bad, what = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
+        bad, evidence = 1.0, f"in one step the entropy changed by {jump:.0%} of its first value"
     undone = fmean(map(bool, run.values("update/undone") or [0.0]))
     if (
         undone >= RANKED_SHARE and bad < REPORTED_SHARE and not run.risen
     ):  # did no harm, so other reasons come first
-        bad, what = REPORTED_SHARE, f"{undone:.0%} of the steps were undone, see algorithm.max_kl"
-    text = f"the learning rate is too high: {what}"
+        bad, evidence = (
+            REPORTED_SHARE,
+            f"{undone:.0%} of the steps were undone, see algorithm.max_kl",
+        )
+    text = f"the learning rate is too high: {evidence}"
     return Reason(bad, text, "algorithm.lr: a tenth; algorithm.warmup: more steps")
 
 
 def entropy_gone(run: PolicyRun) -> Reason:
-    left = max(0.0, -fmean(run.logprobs or [-math.inf]))
-    text = f"entropy is gone: the last sampled tokens have a mean -log prob of {left:.3f} nats"
+    entropy = max(0.0, -fmean(run.logprobs or [-math.inf]))
+    text = f"entropy is gone: the last sampled tokens have a mean -log prob of {entropy:.3f} nats"
     fix = "algorithm.options.entropy: 0.01; algorithm.lr: less; policy.model: one less certain"
-    return Reason(float(left < DETERMINISTIC_ENTROPY), text, fix)
+    return Reason(float(entropy < DETERMINISTIC_ENTROPY), text, fix)
 
 
 def certain_at_start(run: PolicyRun) -> Reason:
@@ -517,10 +523,10 @@ def flat_groups(run: PolicyRun) -> Reason:
     """Not if other rewards of these groups differ, or tokens of flat groups have an advantage, as
     with a critic."""
     names = {name for step in run.steps for name in step if name.endswith("/frac_zero_std")}
-    known = [x for x in names if run.mean(x.replace("zero_std", "missing")) < 1.0]
-    share = min(map(run.mean, known), default=0.0)
+    with_rewards = [x for x in names if run.mean(x.replace("zero_std", "missing")) < 1.0]
+    share = min(map(run.mean, with_rewards), default=0.0)
     if any(
-        step.get("advantage/std", 0.0) > 0 and all(step.get(name) == 1.0 for name in known)
+        step.get("advantage/std", 0.0) > 0 and all(step.get(name) == 1.0 for name in with_rewards)
         for step in run.steps
     ):
         share = 0.0
@@ -550,7 +556,7 @@ def _successes(run: PolicyRun) -> float:
     low = min((x for row in run.newest if math.isfinite(x := row.reward(run.outcome))), default=0.0)
     key = "reward" if run.outcome == "outcome" else f"reward/{run.outcome}"
     shares = []
-    for step in (each for each in run.steps if f"{key}/mean" in each):
+    for step in (row for row in run.steps if f"{key}/mean" in row):
         above, spread = max(step[f"{key}/mean"] - low, 0.0), step.get(f"{key}/std", 0.0)
         shares.append(above**2 / (above**2 + spread**2) if above else 0.0)
     return fmean(shares or [0.0])
@@ -589,7 +595,9 @@ def unlike_heldout(run: PolicyRun) -> Reason:
     held = run.changes.get(SAMPLED, run.changes.get(HELD_OUT))
     noise, change = 0.0, run.changes.get(TRAINING)
     if held and change:  # the numbers on the console
-        (first, now), (before, after) = ((one.first, one.last) for one in (change, held))
+        (first, now), (before, after) = (
+            (change_of.first, change_of.last) for change_of in (change, held)
+        )
         noise = math.hypot(change.noise, held.noise)
     elif change:
         noise = change.noise

@@ -1,10 +1,10 @@
 """Runs one attempt from claim to outcome: the executor runs the agent, then the verifier scores its
 result here, out of the agent's reach.
 
-A failed attempt has an error kind and no reward, except as configured for agents that raise
-(`agent.error_reward`) or exceed their time, calls or tokens (`agent.on_truncation`). A failure of
-the model server never counts as the agent's: if a model call failed and no retry of it succeeded,
-the attempt fails regardless of the agent's result.
+A failed attempt has an error kind and no reward, unless the run file sets one for agents that raise
+(`agent.error_reward`) or that exceed their time, calls or tokens (`agent.on_truncation`). A failure
+of the model server never counts as the agent's: if a model call failed and no retry of it
+succeeded, the attempt fails regardless of the agent's result.
 """
 
 from __future__ import annotations
@@ -93,19 +93,23 @@ class AttemptRunner:
         self, active: ActiveAttempt, opened: list[AttemptWorkspace]
     ) -> Outcome:
         attempt, ran = active.attempt, ExecutionResult()
-        kept = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
+        earlier_run = None if attempt.ran is None else msgspec.convert(attempt.ran, AgentRun)
         try:
             if self.workspaces is not None:
                 workspace = await self.workspaces.prepare(
-                    attempt.rollout.task, kept.files if kept else None
+                    attempt.rollout.task, earlier_run.files if earlier_run else None
                 )
                 opened.append(workspace)
                 active.place = workspace.place
-            if kept is not None:
+            if earlier_run is not None:
                 self.gateway.unregister(active)
-                active.stored = kept.calls
-                known = {"result": kept.result, "failure": kept.failure, "rewards": kept.rewards}
-                ran = ExecutionResult(**known, kept=True)
+                active.stored = earlier_run.calls
+                fields = {
+                    "result": earlier_run.result,
+                    "failure": earlier_run.failure,
+                    "rewards": earlier_run.rewards,
+                }
+                ran = ExecutionResult(**fields, kept=True)
             else:
                 active.extend(attempt.rollout.timeout)
                 ran = await self.run_agent(active)
@@ -124,8 +128,8 @@ class AttemptRunner:
         returned result has no spans, because they are stored."""
         try:
             files = None if workspace is None else await processes.call(workspace.packed)
-            kept = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
-            stored, fence = msgspec.to_builtins(kept), active.attempt.fence
+            unscored = AgentRun(ran.result, ran.failure, ran.rewards, active.stored, files)
+            stored, fence = msgspec.to_builtins(unscored), active.attempt.fence
             outcome = Outcome(attempt=active.id, fence=fence, spans=ran.spans, ran=stored)
             await self.store.finish([outcome])
         except (Invalid, WorkspaceError) as error:
@@ -161,9 +165,9 @@ class AttemptRunner:
             return replace(ran, failure=self._no_call(active, ran))
         had_input = "input" in active.attempt.rollout.task and not active.calls
         if had_input and ran.failure.kind in (ErrorKind.AGENT, ErrorKind.TIMEOUT):
-            own, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
-            own = own if len(own) <= MAX_CAUSE_CHARS else f"{own[:MAX_CAUSE_CHARS]} ..."
-            return replace(ran, failure=replace(ran.failure, message=f"{own}; {hint}"))
+            cause, hint = ran.failure.message, self._called_instead(ran) or self._made_no_call("")
+            cause = cause if len(cause) <= MAX_CAUSE_CHARS else f"{cause[:MAX_CAUSE_CHARS]} ..."
+            return replace(ran, failure=replace(ran.failure, message=f"{cause}; {hint}"))
         return ran
 
     async def _within_limits(self, active: ActiveAttempt) -> ExecutionResult:
@@ -251,15 +255,15 @@ class AttemptRunner:
         endpoints."""
         rollout, until = attempt.rollout, time.monotonic() + attempt.rollout.timeout
         late = VerifierError(f"the verifier ran longer than {rollout.timeout:g} s")
-        given = {"task": rollout.task, "result": result, "trace": trace, "workspace": workspace}
+        arguments = {"task": rollout.task, "result": result, "trace": trace, "workspace": workspace}
         try:
-            with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
+            with self.gateway.scoring(attempt) as trace_id, tracing.install().attempt(trace_id):
                 async with asyncio.timeout(rollout.timeout) as limit:
-                    rewards = await self.verifier.rewards(given)
+                    rewards = await self.verifier.rewards(arguments)
                 # The agent blocked the event loop, which could not stop it.
                 if time.monotonic() > until:
                     raise late
-                return [*rewards, *await self.verifier.audited(given, rollout.timeout)]
+                return [*rewards, *await self.verifier.audited(arguments, rollout.timeout)]
         except TimeoutError:
             if not limit.expired():
                 raise

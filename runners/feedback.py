@@ -36,25 +36,27 @@ def session_group(run: str, session: str) -> str:
     return f"{run}/{blake2b(session.encode(), digest_size=12).hexdigest()}"
 
 
-async def give_feedback(store: Store, run: str, said: Feedback, group: str = "") -> str:
+async def give_feedback(store: Store, run: str, feedback: Feedback, group: str = "") -> str:
     """Store feedback as rewards of a session, at any time; returns the session's rollout. A later
     value replaces an earlier one of the same name. group: of the session's rollouts. Raises
     NotFound for an unrecorded session or call, Invalid for feedback without value and
     correction."""
-    rows = await store.rollouts(run, group=group or session_group(run, said.session))
+    rows = await store.rollouts(run, group=group or session_group(run, feedback.session))
     calls = (await store.calls([rows[-1].id])).get(rows[-1].id, []) if rows else []
-    index = -1 if said.call is None else said.call
+    index = -1 if feedback.call is None else feedback.call
     if not -len(calls) <= index < len(calls):
-        raise NotFound(f"run {run!r} has no call {index} of session {said.session!r}")
-    if said.value is None and said.correction is None:
+        raise NotFound(f"run {run!r} has no call {index} of session {feedback.session!r}")
+    if feedback.value is None and feedback.correction is None:
         raise Invalid("feedback needs a value, a correction or both")
     target = calls[index].id
     about: dict[str, Any] = {"scope": Scope.TRANSITION, "target": target, "source": FEEDBACK}
-    given = []
-    if said.value is not None:
-        where: dict[str, Any] = {"source": FEEDBACK} if said.call is None else about
-        given.append(Reward(name=said.name, value=said.value, note=said.note, **where))
-    if said.correction is not None:
-        given.append(Reward(name=CORRECTION, value=0.0, note=said.correction, **about))
-    await store.add_rewards([StepReward(rollout=rows[-1].id, reward=row) for row in given])
+    rewards = []
+    if feedback.value is not None:
+        where: dict[str, Any] = {"source": FEEDBACK} if feedback.call is None else about
+        rewards.append(
+            Reward(name=feedback.name, value=feedback.value, note=feedback.note, **where)
+        )
+    if feedback.correction is not None:
+        rewards.append(Reward(name=CORRECTION, value=0.0, note=feedback.correction, **about))
+    await store.add_rewards([StepReward(rollout=rows[-1].id, reward=row) for row in rewards])
     return rows[-1].id

@@ -117,12 +117,12 @@ class Game:
         """Return the player's view of `state`: with perfect information the board, else its
         information state, else its observation; and its legal moves."""
         if self.perfect:
-            seen = state.observation_string(player) if self._has_observation else str(state)
+            text = state.observation_string(player) if self._has_observation else str(state)
         elif self._has_information_state:
-            seen = state.information_state_string(player)
+            text = state.information_state_string(player)
         else:
-            seen = state.observation_string(player)
-        return View(self.name, player, seen.strip(), self.moves(state, player))
+            text = state.observation_string(player)
+        return View(self.name, player, text.strip(), self.moves(state, player))
 
     def moves(self, state: Any, player: int) -> dict[str, int]:
         """Map legal moves as text to actions. Equal texts are distinguished by their action."""
@@ -152,8 +152,8 @@ class Game:
             return [worst if p in losers else float(state.returns()[p]) for p in players]
         if not others:
             return self._evenly()
-        rest = (self.rules.utility_sum() - worst * len(losers)) / others
-        return [worst if player in losers else rest for player in players]
+        share = (self.rules.utility_sum() - worst * len(losers)) / others
+        return [worst if player in losers else share for player in players]
 
     def broken_off(self, state: Any) -> list[float]:
         """Compute the returns [players] of a game that is ended early: a draw if it has a constant
@@ -177,9 +177,11 @@ def library() -> Any:
 
 def _load(name: str, parameters: tuple[tuple[str, Parameter], ...]) -> Any:
     spiel = library()
-    short, known = name.partition("(")[0], spiel.registered_names()
-    if short not in known:
-        raise ConfigError(f"game = {name!r}: OpenSpiel has no such game; {nearest(short, known)}")
+    short, registered = name.partition("(")[0], spiel.registered_names()
+    if short not in registered:
+        raise ConfigError(
+            f"game = {name!r}: OpenSpiel has no such game; {nearest(short, registered)}"
+        )
     try:
         named = spiel.game_parameters_from_string(name)
         del named["name"]
@@ -394,8 +396,8 @@ def _learners(task: Task, players: list[str], trace: Trace) -> list[str]:
     only by its seat."""
     if "learner" in task:
         if task["learner"] not in players:
-            known = ", ".join(players)
-            raise ConfigError(f"the task's learner is {task['learner']!r:.80}; there are {known}")
+            names = ", ".join(players)
+            raise ConfigError(f"the task's learner is {task['learner']!r:.80}; there are {names}")
         return [task["learner"]]
     others = {call.role for call in trace.transitions if call.version is None}
     seated = trace.rollout.seats | {call.role: call.policy for call in trace.transitions}
@@ -410,8 +412,8 @@ PUBLIC = "https://api.openai.com/v1"
 def ask_for_move(view: View) -> list[Message]:
     """Default prompt for any game: the player's role, its observation and its legal moves."""
     rules = f"You are {role_of(view.player)} in a game of {view.game}. Reply with one legal move."
-    seen = f"{view.seen}\n\n{view.choice}"
-    return [{"role": "system", "content": rules}, {"role": "user", "content": seen}]
+    text = f"{view.seen}\n\n{view.choice}"
+    return [{"role": "system", "content": rules}, {"role": "user", "content": text}]
 
 
 class GameAgent:

@@ -56,22 +56,22 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def find_program(self, command: str = "") -> str:
         """Return the absolute path of `command`, by default the installed program. Raises
         ConfigError."""
-        found = shutil.which(command or self.program)
-        if found is None and command in ("", self.program):
-            found = shutil.which(f"{INSTALLED}/bin/{self.program}")
-        if found is None:
+        path = shutil.which(command or self.program)
+        if path is None and command in ("", self.program):
+            path = shutil.which(f"{INSTALLED}/bin/{self.program}")
+        if path is None:
             how = f": {self.install}" if self.install else ""
             raise ConfigError(
                 f"{KEY}: {command or self.program!r} is not installed on this machine{how}; or set"
                 " agent.command to its path"
             )
-        return str(Path(found).absolute())
+        return str(Path(path).absolute())
 
     def filled(self, *, url: str, key: str, home: Path, prompt: str, context: int) -> Preset:
         """Return a copy with the placeholders replaced; `url` ends in /v1."""
-        known = {"url": url, "root": url.removesuffix("/v1"), "key": key, "home": str(home)}
-        known |= {"prompt": prompt, "context": str(context)}
-        fill = partial(PLACEHOLDER.sub, lambda found: known[found[1]])
+        values = {"url": url, "root": url.removesuffix("/v1"), "key": key, "home": str(home)}
+        values |= {"prompt": prompt, "context": str(context)}
+        fill = partial(PLACEHOLDER.sub, lambda found: values[found[1]])
         env, files = ({k: fill(v) for k, v in texts.items()} for texts in (self.env, self.files))
         return replace(self, argv=[*map(fill, self.argv)], env=env, files=files)
 
@@ -93,8 +93,8 @@ def load_preset(name: str, root: Path) -> Preset:
     if name.endswith(".toml"):
         return _read(root / name)
     if ":" in name:
-        found = load_attribute(name, root, key=KEY)
-        return found if isinstance(found, Preset) else _typed(found, name)
+        loaded = load_attribute(name, root, key=KEY)
+        return loaded if isinstance(loaded, Preset) else _typed(loaded, name)
     if name not in HARNESSES:
         near = nearest(name, HARNESSES)
         raise ConfigError(f"{KEY} = {name!r}; {near}, or your own as file.py:name")
@@ -122,11 +122,11 @@ async def version_of(program: str, home: Path) -> str:
     how: Any = {"env": env, "timeout": VERSION_TIMEOUT, "stdin": subprocess.DEVNULL}
     how |= {"capture_output": True, "check": False, "errors": "replace"}
     try:
-        done = await processes.call(partial(subprocess.run, [program, "--version"], **how))
+        completed = await processes.call(partial(subprocess.run, [program, "--version"], **how))
     except subprocess.TimeoutExpired:
         return ""
-    found = VERSION.search(done.stdout or done.stderr)
-    return found[0] if found else ""
+    version = VERSION.search(completed.stdout or completed.stderr)
+    return version[0] if version else ""
 
 
 def _read(file: Path) -> Preset:
@@ -179,8 +179,8 @@ class HarnessExecutor(CommandExecutor):
         if "\0" in prompt or len(prompt.encode()) > command.MAX_VARIABLE_BYTES:
             why = f"the task is too long for an argument of {self._preset.program}, or has a NUL"
             raise FailedAttemptError(ErrorKind.AGENT, why)
-        known = {"url": self.gateway, "key": active.key, "prompt": prompt}
-        preset = self._preset.filled(home=home, context=CONTEXT, **known)
+        values = {"url": self.gateway, "key": active.key, "prompt": prompt}
+        preset = self._preset.filled(home=home, context=CONTEXT, **values)
         home.mkdir(parents=True, exist_ok=True)
         preset.write_files(home)
         env |= command.private_folders(str(home), works_in) | preset.env | self.agent.env

@@ -91,8 +91,8 @@ class ScriptedModel:
         prompt = _tokens([call.messages, call.tools])
         logprobs = float32([-self._random.random() for _ in tokens])
         finish = "tool_calls" if "tool_calls" in message else "stop"
-        known: Any = {"prompt": prompt, "completion": tokens, "logprobs": logprobs}
-        row = Transition(str(number), "", number, **known, finish=finish, answer=message)
+        arrays: Any = {"prompt": prompt, "completion": tokens, "logprobs": logprobs}
+        row = Transition(str(number), "", number, **arrays, finish=finish, answer=message)
         self.served.append(row)
         if not call.stream:
             return web.Response(body=recorded.whole([row], call), content_type="application/json")
@@ -112,12 +112,12 @@ def _tokens(value: Json) -> array[int]:
 def answer(body: dict[str, Any], id: str) -> dict[str, Any]:
     """Return the script's next message for a conversation."""
     tools = [tool["function"] for tool in body.get("tools") or ()]
-    done = sum(bool(message.get("tool_calls")) for message in body["messages"])
+    commands_sent = sum(bool(message.get("tool_calls")) for message in body["messages"])
     shell = next((tool for tool in tools if SHELL.search(tool["name"]) and _command(tool)), None)
-    if shell is None or done >= len(COMMANDS):
+    if shell is None or commands_sent >= len(COMMANDS):
         text = "The test passes now." if shell else "There is no shell."
         return {"role": "assistant", "content": text if tools else EDIT}
-    arguments = json.dumps(_arguments(shell, COMMANDS[done]))
+    arguments = json.dumps(_arguments(shell, COMMANDS[commands_sent]))
     function = {"name": shell["name"], "arguments": arguments}
     call = {"id": id, "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -133,9 +133,9 @@ def _arguments(tool: dict[str, Any], command: str) -> dict[str, Json]:
     """Return the arguments of a call: the command, and dummy values for other required ones."""
     schema, fill = tool["parameters"], {"boolean": False, "integer": 1, "number": 1, "array": []}
     kinds = {name: about.get("type") for name, about in schema["properties"].items()}
-    given = {name: fill.get(str(kinds.get(name)), ".") for name in schema.get("required") or ()}
+    arguments = {name: fill.get(str(kinds.get(name)), ".") for name in schema.get("required") or ()}
     name = str(_command(tool))
-    return given | {name: ["bash", "-c", command] if kinds[name] == "array" else command}
+    return arguments | {name: ["bash", "-c", command] if kinds[name] == "array" else command}
 
 
 RUN = "check"
@@ -181,12 +181,12 @@ class RequestLog(Feature):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             body = msgspec.json.decode(raw, type=dict)
         path = f"{request.method} {request.path_qs}"
-        one = SeenRequest(time.time(), path, len(raw), body)
-        self.seen.append(one)
+        seen_request = SeenRequest(time.time(), path, len(raw), body)
+        self.seen.append(seen_request)
         answer = await handler(request)
-        one.status = answer.status
+        seen_request.status = answer.status
         if answer.status >= 400 and isinstance(answer, web.Response):
-            one.error = answer.text or ""
+            seen_request.error = answer.text or ""
         return answer
 
 
@@ -212,11 +212,11 @@ class Report:
     @property
     def exact(self) -> int:
         """Number of calls recorded with the served tokens and log-probs, in the right rollout."""
-        served = {tuple(one.completion): one for one in self.answers}
+        served = {tuple(answer.completion): answer for answer in self.answers}
         numbers = {row.attempt: f"ticket-{row.index:03d}" for row in self.rollouts}
         return sum(
-            (one := served.get(tuple(call.completion))) is not None
-            and (call.prompt, call.logprobs) == (one.prompt, one.logprobs)
+            (answer := served.get(tuple(call.completion))) is not None
+            and (call.prompt, call.logprobs) == (answer.prompt, answer.logprobs)
             and set(MARK.findall(str(call.messages))) == {numbers[call.attempt]}
             for call in self.calls
         )
@@ -224,19 +224,19 @@ class Report:
     @property
     def roles(self) -> dict[str, int]:
         """The number of calls of each role."""
-        found = sorted(call.role for call in self.calls)
-        return {role: found.count(role) for role in found}
+        roles = sorted(call.role for call in self.calls)
+        return {role: roles.count(role) for role in roles}
 
     @property
     def refused(self) -> list[SeenRequest]:
-        return [one for one in self.seen if one.status >= 400]
+        return [request for request in self.seen if request.status >= 400]
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each problem; none for a harness that can be trained."""
         if not self.served:
             yield f"{self.harness} made no successful model call"
-        for one in self.refused[:3]:
-            yield f"{one.path} was refused: {one.error[:300]}"
+        for request in self.refused[:3]:
+            yield f"{request.path} was refused: {request.error[:300]}"
         for failed in [row.failure for row in self.rollouts if row.failure][:3]:
             yield failed.message
         if self.exact < self.served:
@@ -290,10 +290,10 @@ async def check(
             traces = [await store.trace(row.id) for row in ended]
     calls = [call for trace in traces if trace for call in trace.transitions]
     roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
-    for one in log.seen:  # in order of the calls
-        one.role = next(roles, "") if one.asks else ""
-    known = (name, program, version, preset.was_tested(version), seconds, begun)
-    return Report(*known, answers=model.served, rollouts=ended, calls=calls, seen=log.seen)
+    for request in log.seen:  # in order of the calls
+        request.role = next(roles, "") if request.asks else ""
+    header = (name, program, version, preset.was_tested(version), seconds, begun)
+    return Report(*header, answers=model.served, rollouts=ended, calls=calls, seen=log.seen)
 
 
 def _queue(rollouts: int, timeout: float) -> list[NewRollout]:

@@ -254,11 +254,11 @@ class Worker:
             if not held:
                 continue
             try:
-                kept = await self._store.heartbeat(held, lease=self.config.lease)
+                live = await self._store.heartbeat(held, lease=self.config.lease)
             except StoreError as error:  # if it persists, `claim` raises it
                 log.warning("heartbeat failed: %s", error)
                 continue
-            lost = set(held).difference(kept)
+            lost = set(held).difference(live)
             if lost:
                 with contextlib.suppress(RuntimeError):  # the worker's loop is closed
                     home.call_soon_threadsafe(self._stop_lost, sorted(lost))
@@ -399,7 +399,7 @@ async def attempt_runner(
         policies=config.policies,
         remote=has_no_own_policy(config),
         key=config.engine.access.key,
-        models=[config.policy.model, *(one.model for one in config.policies.values())],
+        models=[config.policy.model, *(policy.model for policy in config.policies.values())],
         features=[*features, *run_features(store, config, role_rules(config, played, preset))],
     )
     async with contextlib.AsyncExitStack() as stack:
@@ -407,11 +407,11 @@ async def attempt_runner(
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         url = gateway.base_url
         stack.enter_context(environment(url, config.agent.pass_env))
-        given = _own_executor(config, root, url, played, preset)
+        own_executor = _own_executor(config, root, url, played, preset)
         place: Any = {"root": root, "gateway": url, "runner": name}
-        executor = make_executor(config, agent=agent, given=given, **place)
-        own = config.verifier
-        scores = scoring.load(verifier, own.rewards, root, own.range, own.audit)
+        executor = make_executor(config, agent=agent, given=own_executor, **place)
+        settings = config.verifier
+        scores = scoring.load(verifier, settings.rewards, root, settings.range, settings.audit)
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         workspaces = None
         if config.workspace.source:

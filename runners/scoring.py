@@ -77,8 +77,8 @@ class Verifier:
         return self._wants("workspace")
 
     def _wants(self, argument: str) -> bool:
-        every = [*self._sources.values(), *([self._audit] if self._audit else [])]
-        return any(argument in arguments for _, arguments in every)
+        functions = [*self._sources.values(), *([self._audit] if self._audit else [])]
+        return any(argument in arguments for _, arguments in functions)
 
     async def __call__(
         self,
@@ -89,19 +89,19 @@ class Verifier:
         workspace: object = None,
     ) -> list[Reward]:
         """Call the functions and, for a sample of rollouts, the second verifier."""
-        given: dict[str, Any] = {"task": task, "result": result, "trace": trace}
-        given["workspace"] = workspace
-        return [*await self.rewards(given), *await self.audited(given)]
+        values: dict[str, Any] = {"task": task, "result": result, "trace": trace}
+        values["workspace"] = workspace
+        return [*await self.rewards(values), *await self.audited(values)]
 
-    async def rewards(self, given: Mapping[str, Any]) -> list[Reward]:
+    async def rewards(self, values: Mapping[str, Any]) -> list[Reward]:
         """Call the reward functions except the second verifier and return their rewards; targets
-        are not checked. given: the values of `ARGUMENTS`. Raises VerifierError for anything but
-        numbers that can be stored, propagates exceptions of the functions, and raises UserCodeError
-        in place of what is not an `Exception`."""
+        are not checked. values: those of `ARGUMENTS`, by name. Raises VerifierError for anything
+        but numbers that can be stored, propagates exceptions of the functions, and raises
+        UserCodeError in place of a raised object that is not an `Exception`."""
         rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
-            own = {argument: given[argument] for argument in arguments}
-            returned = await user_code.call(function, **own)
+            wanted = {argument: values[argument] for argument in arguments}
+            returned = await user_code.call(function, **wanted)
             with user_code.contained():  # numbers may have user-defined classes
                 rows += as_rewards(returned, name)
         try:
@@ -112,30 +112,32 @@ class Verifier:
             raise VerifierError(str(error)) from None
         return rows
 
-    async def audited(self, given: Mapping[str, Any], seconds: float | None = None) -> list[Reward]:
+    async def audited(
+        self, values: Mapping[str, Any], seconds: float | None = None
+    ) -> list[Reward]:
         """The second verifier's reward, if the rollout is in the sample, which depends on its
         content; none if it takes longer than `seconds`. Its exceptions are suppressed."""
         if self._audit is None:
             return []
-        content = msgspec.json.encode((given["task"], given["result"]), order="sorted")
+        content = msgspec.json.encode((values["task"], values["result"]), order="sorted")
         if crc32(content) % AUDITED:
             return []
         function, arguments = self._audit
         try:
             async with asyncio.timeout(seconds):
-                own = {name: given[name] for name in arguments}
-                returned = await user_code.call(function, **own)
+                wanted = {name: values[name] for name in arguments}
+                returned = await user_code.call(function, **wanted)
             with user_code.contained():
                 rows = as_rewards(returned, AUDIT)
-            known = (row for row in rows if row.name in (AUDIT, "outcome"))
-            found = [Reward(value=row.value, name=AUDIT) for row in known][:1]
-            for row in found:
+            audits = (row for row in rows if row.name in (AUDIT, "outcome"))
+            first = [Reward(value=row.value, name=AUDIT) for row in audits][:1]
+            for row in first:
                 check_reward(row, "verifier.audit")
         except Exception as error:  # noqa: BLE001 - the user's function is a boundary
             why = user_code.text_of(error)
             logger.warning("verifier.audit raised %s; such rollouts are not compared", why)
             return []
-        return found
+        return first
 
     def _check_range(self, row: Reward) -> None:
         """Raise VerifierError for an outcome outside of `verifier.range`: it is a mistake of the
@@ -209,18 +211,18 @@ def _row(row: object) -> Reward:
             f"the verifier returned {row!r:.200}; set a target only if its scope is a role (the"
             " role's name) or a call (an id in trace.transitions)"
         )
-    given = (row.name, row.source, row.note)
-    name, source, note = (storable_text(str(text)) for text in given)
-    own = {"name": name, "source": source, "note": note, "scope": scope}
-    return replace(row, value=_number(row.value, row.name), **own)
+    raw_texts = (row.name, row.source, row.note)
+    name, source, note = (storable_text(str(text)) for text in raw_texts)
+    fields = {"name": name, "source": source, "note": note, "scope": scope}
+    return replace(row, value=_number(row.value, row.name), **fields)
 
 
 def as_scope(scope: Scope | str) -> Scope:
     try:
         return Scope(scope)
     except ValueError:
-        known = ", ".join(map(repr, map(str, Scope)))
-        raise ValueError(f"there is no reward scope {scope!r:.80}; there is {known}") from None
+        scopes = ", ".join(map(repr, map(str, Scope)))
+        raise ValueError(f"there is no reward scope {scope!r:.80}; there is {scopes}") from None
 
 
 def as_number(value: Any) -> float:
@@ -243,8 +245,8 @@ def _number(value: Any, name: object) -> float:
     try:
         number = as_number(value)
     except ValueError:
-        what = f"the verifier returned {value!r:.80} as {name!r}; return a number"
-        raise VerifierError(what) from None
+        why = f"the verifier returned {value!r:.80} as {name!r}; return a number"
+        raise VerifierError(why) from None
     if not math.isfinite(number):
         raise VerifierError(f"the verifier returned {number} as {name!r}; return a finite number")
     return number
@@ -350,11 +352,11 @@ def resolve_targets(
         elif row.scope is Scope.ROLLOUT or row.target in targets[row.scope]:
             resolved.append(row)
         else:
-            known = ", ".join(sorted(targets[row.scope])[:20])
+            names = ", ".join(sorted(targets[row.scope])[:20])
             raise VerifierError(
                 f"the {row.source} gave the reward {row.name!r} to the {row.scope} {row.target!r},"
                 " which this attempt does not have; it has"
-                f" {known or 'none, as it made no model call'}{_how_to_name(row) if known else ''}"
+                f" {names or 'none, as it made no model call'}{_how_to_name(row) if names else ''}"
             )
     return resolved
 
@@ -373,13 +375,13 @@ def _by_call(calls: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str,
     """Map span ids to the call of their request; for several choices, to the last one. Spans of
     user instrumentation between call and request are included."""
     parents = {span.id: span.parent for span in spans}
-    found = {}
+    by_span = {}
     for call in calls:
         span = call.span
         while span is not None:
-            found[span] = call
+            by_span[span] = call
             span = parents.get(span)
-    return found
+    return by_span
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
@@ -395,8 +397,8 @@ def stored_result(result: Any, failure: Failure | None) -> tuple[Json, Failure |
     try:
         return as_json(result), failure
     except NotJsonError as error:
-        known = Failure(kind=ErrorKind.AGENT, message=error.at("the agent's result"))
-        return None, failure or known
+        not_json = Failure(kind=ErrorKind.AGENT, message=error.at("the agent's result"))
+        return None, failure or not_json
 
 
 def as_text(value: object) -> str:

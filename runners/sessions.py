@@ -171,22 +171,24 @@ class Sessions(Feature):
         """End the sessions without a call for `idle` seconds, after storing what their streams
         have sent so far."""
         before = time.monotonic() - idle
-        over = [one for one in self._open.values() if one.used <= before]
-        await self._end([one for one in over if not (idle and one.active.tasks)])
+        over = [session for session in self._open.values() if session.used <= before]
+        await self._end([session for session in over if not (idle and session.active.tasks)])
 
     async def _end(self, over: Sequence[OpenSession]) -> None:
         # Another request may have ended the session meanwhile, and a new session may have its name.
-        over = [one for one in over if self._open.get(one.name) is one]
+        over = [session for session in over if self._open.get(session.name) is session]
         for session in over:
             self._forget(session)
-        cut = [self.gateway.unregister(one.active) for one in over]
+        cut = [self.gateway.unregister(session.active) for session in over]
         await asyncio.gather(*map(asyncio.wrap_future, cut))
-        await self._finish([one.active.attempt for one in over if one.active.recorded])
+        await self._finish([session.active.attempt for session in over if session.active.recorded])
 
     async def _sweep(self) -> None:
         await self.end(self._settings.idle or IDLE)
-        held = [one for one in self._open.values() if one.active.recorded]
-        live = await self._store.heartbeat([one.active.id for one in held], lease=SESSION_LEASE)
+        held = [session for session in self._open.values() if session.active.recorded]
+        live = await self._store.heartbeat(
+            [session.active.id for session in held], lease=SESSION_LEASE
+        )
         for session in held:
             if session.active.id not in live and self._open.get(session.name) is session:
                 # This process was suspended; the next call begins a new session.
@@ -200,10 +202,10 @@ class Sessions(Feature):
             body = msgspec.json.decode(await read_body(request), type=dict[str, Any])
         except UNREADABLE:  # the handler rejects the call
             body = {}
-        request[MESSAGES], known = place(body, self._exchanges)
-        given = request.headers.get(SESSION_HEADER, "")
-        known = None if given else self._continued(body, known, request)
-        name = given or (known.name if known else uuid.uuid4().hex)
+        request[MESSAGES], continued = place(body, self._exchanges)
+        named = request.headers.get(SESSION_HEADER, "")
+        continued = None if named else self._continued(body, continued, request)
+        name = named or (continued.name if continued else uuid.uuid4().hex)
         name = "" if request.path.endswith(BESIDE) else name
         session = self._open.get(name)
         if session is not None:
@@ -220,16 +222,19 @@ class Sessions(Feature):
         return session
 
     def _continued(
-        self, body: Mapping[str, Any], known: OpenSession | None, request: web.Request
+        self, body: Mapping[str, Any], matched: OpenSession | None, request: web.Request
     ) -> OpenSession | None:
-        """The session that a request without a name continues. known: the session found by its
+        """The session that a request without a name continues. matched: the session that has its
         earlier messages."""
         if _previous(body):
-            known = None
+            matched = None
         if ids := _references(body):
             sessions = self._open.values()
-            known = next((one for one in sessions if one.active.memory.has_any(ids)), known)
-        return known
+            matched = next(
+                (session for session in sessions if session.active.memory.has_any(ids)),
+                matched,
+            )
+        return matched
 
     def _check_owner(self, name: str, rollout: NewRollout, request: web.Request) -> None:
         """Raise Forbidden if the session of this name is not the caller's."""
@@ -254,7 +259,7 @@ class Sessions(Feature):
         return True
 
     async def _request(self, name: str, request: web.Request) -> NewRollout:
-        """The rollout that a new session is."""
+        """The rollout that stands for a new session."""
         group = session_group(self._run, name)
         return NewRollout(
             id=f"{group}/{uuid.uuid4().hex[:12]}", run=self._run, group=group, index=0, task={},
@@ -264,17 +269,17 @@ class Sessions(Feature):
     async def _take(self, rollout: NewRollout) -> Attempt:
         """Store a session and claim it."""
         await self._store.enqueue([rollout])
-        found = await self._claim()
-        if not found:  # a late claim with this id got it, and it has ended
+        claimed = await self._claim()
+        if not claimed:  # a late claim with this id got it, and it has ended
             self._claim_id = uuid.uuid4().hex
-            found = await self._claim()
-        while found and found[0].rollout.id != rollout.id:
-            await self._finish(found)  # sessions of a killed process
-            found = await self._claim()
-        if not found:
+            claimed = await self._claim()
+        while claimed and claimed[0].rollout.id != rollout.id:
+            await self._finish(claimed)  # sessions of a killed process
+            claimed = await self._claim()
+        if not claimed:
             raise Conflict(f"Another process serves run {self._run!r}: end it.")
         # If this process is killed, the next claim then keeps the recorded calls.
-        (attempt,) = found
+        (attempt,) = claimed
         await self._store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, ran=True)])
         return attempt
 
@@ -290,19 +295,19 @@ class Sessions(Feature):
         stays the same until a claim returns one, as in `Worker._claim`, so that the next claim
         returns the result of a late request."""
         runner, claim = f"gateway {uuid.uuid4().hex}", self._claim_id
-        found = await self._store.claim(
+        attempts = await self._store.claim(
             1, runner=runner, lease=SESSION_LEASE, run=self._run, claim_id=claim
         )
-        if found:
+        if attempts:
             self._claim_id = uuid.uuid4().hex
-        return found
+        return attempts
 
     def _record(self, session: OpenSession, call: ReceivedCall, row: Transition) -> Transition:
         """Return the row with redactions; a redacted call loses its tokens."""
         self._remember(session, (call.http[MESSAGES], said(row.answer)))
         texts: dict[str, Any] = {name: getattr(row, name) for name in TEXTS}
-        kept = redact(texts, self._patterns)
-        return row if kept == texts else replace(without_tokens(row), **kept)
+        redacted = redact(texts, self._patterns)
+        return row if redacted == texts else replace(without_tokens(row), **redacted)
 
     def _remember(self, session: OpenSession, exchange: Exchange) -> None:
         self._exchanges[exchange] = session
@@ -317,14 +322,16 @@ class Sessions(Feature):
                 del self._exchanges[exchange]
 
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
-        await self._store.finish([Outcome(attempt=one.id, fence=one.fence) for one in attempts])
+        await self._store.finish(
+            [Outcome(attempt=attempt.id, fence=attempt.fence) for attempt in attempts]
+        )
 
 
 async def serve(config: RunConfig, *, started: Callable[[str], None], stop: asyncio.Event) -> None:
     """Serve until `stop` is set; calls `started` with the base URL."""
     async with open_store(config.store) as store:
-        known = await store.run(config.name)
-        if known is not None and known.step:
+        state = await store.run(config.name)
+        if state is not None and state.step:
             raise ConfigError(f"name = {config.name!r}: a run of that name was trained; rename it")
         await run_folder.check_free(config, fix_hint="choose another name")
         await store.open_run(config.name, msgspec.to_builtins(config))
@@ -355,16 +362,16 @@ def refusal(status: int, message: str) -> web.Response:
 
 
 def place(
-    body: Mapping[str, Any], known: Mapping[Exchange, OpenSession] = MappingProxyType({})
+    body: Mapping[str, Any], sessions: Mapping[Exchange, OpenSession] = MappingProxyType({})
 ) -> tuple[str, OpenSession | None]:
-    """Return the digest of a request's messages, and the session of the latest known answer among
-    them."""
+    """Return the digest of a request's messages, and the session of the latest answer among them
+    that one of `sessions` has."""
     read: Json = next((body[key] for key in ("messages", "input", "contents") if key in body), [])
     head = [body.get(key) for key in ("system", "systemInstruction", "instructions", "prompt")]
     state, session = blake2b(msgspec.json.encode(head), digest_size=16), None
     for message in read if isinstance(read, list) else [read]:
         if isinstance(message, dict) and message.get("role") in ("assistant", "model"):
-            session = known.get((state.hexdigest(), said(message)), session)
+            session = sessions.get((state.hexdigest(), said(message)), session)
         state.update(msgspec.json.encode(message))
     return state.hexdigest(), session
 
@@ -379,8 +386,8 @@ def _previous(body: Mapping[str, Any]) -> str:
 
 def _references(body: Mapping[str, Any]) -> list[str]:
     """Return the ids of earlier responses, or of their items, in a request."""
-    said = body.get("input")
-    items = said if isinstance(said, list) else []
+    given_input = body.get("input")
+    items = given_input if isinstance(given_input, list) else []
     ids = [_previous(body), *(i.get("id") for i in items if isinstance(i, dict))]
     return [id for id in ids if id and isinstance(id, str)]
 
@@ -397,7 +404,7 @@ def redact(value: Json, patterns: Sequence[re.Pattern[str]]) -> Json:
         for pattern in patterns:
             value = pattern.sub(REDACTED, value)
     elif isinstance(value, dict):
-        return {key: redact(one, patterns) for key, one in value.items()}
+        return {key: redact(item, patterns) for key, item in value.items()}
     elif isinstance(value, list):
-        return [redact(one, patterns) for one in value]
+        return [redact(item, patterns) for item in value]
     return value

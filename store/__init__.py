@@ -34,10 +34,10 @@ def open_store(
 async def unknown_rollout(store: Store, id: str) -> str:
     """An error message for an unknown rollout, with a hint if the id is the name of a run."""
     run = id.partition("/")[0]
-    found = await store.search(run, limit=1) if await store.run(run) else None
-    if found is None or not found.rows:
+    newest = await store.search(run, limit=1) if await store.run(run) else None
+    if newest is None or not newest.rows:
         return f"there is no rollout {id!r} in {store.url}; ids look like run/train/g0000000/0000"
     what = f"{id!r} is a run, not a rollout" if id == run else f"there is no rollout {id!r}"
     return (
-        f"{what}: its newest one is {found.rows[0].id}, and agentrl view --run {run} has them all"
+        f"{what}: its newest one is {newest.rows[0].id}, and agentrl view --run {run} has them all"
     )

@@ -26,7 +26,7 @@ other error than Unavailable, nothing was stored:
     connection may break after the commit. Any verb may raise the last two.
 All times are unix seconds of the store's clock, all timeouts seconds of real time.
 
-Reading again what changes in a store.
+`keep_reading` repeats a read whenever the store changes.
 """
 
 from __future__ import annotations

@@ -58,22 +58,22 @@ def check_lease(lease: float) -> None:
         )
 
 
-def check_id(what: str, id: str) -> None:
-    """Check the length of an id; `what`: start of the error message."""
+def check_id(subject: str, id: str) -> None:
+    """Check the length of an id; `subject`: start of the error message."""
     if len(id) * 4 > MAX_ID_BYTES and len(id.encode("utf-8", "surrogatepass")) > MAX_ID_BYTES:
         raise Invalid(
-            f"{what} is longer than {MAX_ID_BYTES} bytes ({id[:40]}...): choose a shorter one."
+            f"{subject} is longer than {MAX_ID_BYTES} bytes ({id[:40]}...): choose a shorter one."
         )
 
 
-def check_ids(what: str, names: Iterable[str]) -> None:
+def check_ids(subject: str, names: Iterable[str]) -> None:
     for name in names:
-        check_id(what, name)
+        check_id(subject, name)
 
 
 def check_rollout(rollout: NewRollout) -> None:
-    for what, id in (("id", rollout.id), ("run", rollout.run), ("group", rollout.group)):
-        check_id(f"The {what} of a rollout", id)
+    for field, id in (("id", rollout.id), ("run", rollout.run), ("group", rollout.group)):
+        check_id(f"The {field} of a rollout", id)
     where, branch = f"Rollout {rollout.id}", rollout.branch
     if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
         raise Invalid(
@@ -138,11 +138,11 @@ def check_transition(t: Transition) -> None:
     _check_sampling(where, t.sampling)
 
 
-def check_digests(what: str, digests: Iterable[str]) -> None:
+def check_digests(subject: str, digests: Iterable[str]) -> None:
     for digest in digests:
         if not DIGEST.fullmatch(digest):
             raise Invalid(
-                f"{what} is named {digest!r:.80}: name it by the sha256 of its file, in 64 "
+                f"{subject} is named {digest!r:.80}: name it by the sha256 of its file, in 64 "
                 "hexadecimal digits."
             )
 
@@ -191,8 +191,8 @@ def check_reward(reward: Reward, owner: str) -> None:
 
 def check_commit(commit: StepCommit) -> None:
     check_ids("A metric's name", commit.metrics)
-    for given in commit.rewards:
-        check_reward(given.reward, f"rollout {given.rollout}")
+    for step_reward in commit.rewards:
+        check_reward(step_reward.reward, f"rollout {step_reward.rollout}")
     for credit in commit.credits:
         for name in CREDIT:
             values = getattr(credit, name)
@@ -227,18 +227,18 @@ COLUMNS = {
 # -- values ----------------------------------------------------------------------------------------
 
 
-def to_json(value: types.Json, what: str) -> str:
-    """Encode a user's payload. Raises Invalid, naming `what`, if it is not JSON or has an integer
-    of more than 64 bits, which msgpack, hence the HTTP API, cannot represent."""
+def to_json(value: types.Json, subject: str) -> str:
+    """Encode a user's payload. Raises Invalid, naming `subject`, if it is not JSON or has an
+    integer of more than 64 bits, which msgpack, hence the HTTP API, cannot represent."""
     try:
         msgspec.msgpack.encode(value)
         return msgspec.json.encode(value).decode()
     except OverflowError as error:
         raise Invalid(
-            f"{what} has an integer of more than 64 bits: send it as text or as a float."
+            f"{subject} has an integer of more than 64 bits: send it as text or as a float."
         ) from error
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise Invalid(f"{what} cannot be encoded as JSON: {error}.") from error
+        raise Invalid(f"{subject} cannot be encoded as JSON: {error}.") from error
 
 
 def from_json(text: str | None) -> types.Json:
@@ -289,21 +289,21 @@ MIN_RUN_TOKENS = 4  # tokens
 def with_runs(data: bytes) -> bytes:
     """Shorten runs of equal tokens, such as an image's placeholders: -n stands for n repetitions of
     the token before it. No token id is negative."""
-    found: array[int] = array("i")
+    shortened: array[int] = array("i")
     for token, run in groupby(from_blob("i", data)):
         size = len(list(run))
-        found.extend([token, 1 - size] if size >= MIN_RUN_TOKENS else [token] * size)
-    return to_blob(found)
+        shortened.extend([token, 1 - size] if size >= MIN_RUN_TOKENS else [token] * size)
+    return to_blob(shortened)
 
 
 def without_runs(data: bytes) -> bytes:
     """Undo `with_runs`."""
     if data[3::4].isascii():  # the bytes with the sign
         return data
-    found: array[int] = array("i")
+    tokens: array[int] = array("i")
     for token in from_blob("i", data):
-        found.extend([found[-1]] * -token if token < 0 else [token])
-    return to_blob(found)
+        tokens.extend([tokens[-1]] * -token if token < 0 else [token])
+    return to_blob(tokens)
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -411,19 +411,19 @@ def _sampling(t: types.Transition) -> types.Json:
 
 
 def transitions(
-    rows: Sequence[Row], *, late: bool = False, some: slice = slice(None)
+    rows: Sequence[Row], *, late: bool = False, selected: slice = slice(None)
 ) -> dict[str, list[types.Transition]]:
     """Build calls by attempt, in order of index: either the regular or the late ones; for each
-    attempt those in the slice `some`. `rows`: complete attempts in order of arrival."""
-    tree, own = _CallRows(rows), dict[str, list[Row]]()
+    attempt those in the slice `selected`. `rows`: complete attempts in order of arrival."""
+    tree, by_attempt = _CallRows(rows), dict[str, list[Row]]()
     for row in rows:
         if bool(row["late"]) is late:
-            own.setdefault(row["attempt_id"], []).append(row)
-    found: dict[str, list[types.Transition]] = {}
-    for attempt, calls in own.items():
+            by_attempt.setdefault(row["attempt_id"], []).append(row)
+    calls_by_attempt: dict[str, list[types.Transition]] = {}
+    for attempt, calls in by_attempt.items():
         calls.sort(key=lambda row: row["position"])
-        found[attempt] = [tree.call(row) for row in calls[some]]
-    return found
+        calls_by_attempt[attempt] = [tree.call(row) for row in calls[selected]]
+    return calls_by_attempt
 
 
 class _CallRows:
@@ -434,7 +434,7 @@ class _CallRows:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {row["seq"]: row for row in rows}
         self._built: dict[int, types.Transition] = {}
-        self._said: dict[int, tuple[list[dict[str, types.Json]], types.Json]] = {}
+        self._decoded: dict[int, tuple[list[dict[str, types.Json]], types.Json]] = {}
 
     def call(self, row: Row) -> types.Transition:
         sampling = msgspec.json.decode(row["sampling"])
@@ -449,7 +449,7 @@ class _CallRows:
             exact=bool(row["exact"]),
             messages=self._messages(row),
             tools=from_json(row["tools_body"]) or [],
-            answer=self._own(row)[1],
+            answer=self._messages_and_answer(row)[1],
             ignored=from_json(row["left_out"]) or [],
             spans=version_spans(row),
             images=_digests(row["images"]),
@@ -468,29 +468,31 @@ class _CallRows:
 
     def _messages(self, row: Row) -> list[dict[str, types.Json]]:
         """Decode messages; equal messages of several calls share one object."""
-        parts, taken = [self._own(row)[0]], row["chat_shared"]
+        parts, taken = [self._messages_and_answer(row)[0]], row["chat_shared"]
         while taken and (parent := self._rows.get(row["chat_parent"])):
             if call := self._built.get(parent["seq"]):
                 parts.append(self._with_answer(call.messages, call.answer, taken))
                 break
-            known = parent["chat_shared"] if parent["chat_parent"] in self._rows else 0
-            if taken > known:
-                parts.append(self._with_answer(*self._own(parent), taken - known))
-                taken = known
+            inherited = parent["chat_shared"] if parent["chat_parent"] in self._rows else 0
+            if taken > inherited:
+                parts.append(
+                    self._with_answer(*self._messages_and_answer(parent), taken - inherited)
+                )
+                taken = inherited
             row = parent
         return list(chain.from_iterable(reversed(parts)))
 
     @staticmethod
     def _with_answer(messages: Any, answer: Any, n: int) -> list[dict[str, types.Json]]:
         """The first `n` messages of a conversation; the last of them is an answer."""
-        found: list[dict[str, types.Json]] = messages[:n]
-        return found if n <= len(messages) or answer is None else [*found, answer]
+        conversation: list[dict[str, types.Json]] = messages[:n]
+        return conversation if n <= len(messages) or answer is None else [*conversation, answer]
 
-    def _own(self, row: Row) -> tuple[list[dict[str, types.Json]], Any]:
+    def _messages_and_answer(self, row: Row) -> tuple[list[dict[str, types.Json]], Any]:
         seq = row["seq"]
-        if seq not in self._said:
-            self._said[seq] = from_json(row["messages"]), from_json(row["answer"])
-        return self._said[seq]
+        if seq not in self._decoded:
+            self._decoded[seq] = from_json(row["messages"]), from_json(row["answer"])
+        return self._decoded[seq]
 
 
 def version_spans(row: Row) -> list[tuple[int, int]]:
@@ -503,12 +505,12 @@ MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])  # to count them
 def outline(rows: Sequence[Row]) -> list[CallRow]:
     """Build the outline of an attempt from the rows of its regular calls, in order of index."""
     place = {row["seq"]: at for at, row in enumerate(rows)}
-    found: list[CallRow] = []
+    calls: list[CallRow] = []
     for at, row in enumerate(rows):
         parent = place.get(row["chat_parent"], at)
         shared = row["chat_shared"] if parent < at else 0
         sampled = row["completion"]
-        found.append(
+        calls.append(
             record(
                 CallRow,
                 row,
@@ -520,12 +522,12 @@ def outline(rows: Sequence[Row]) -> list[CallRow]:
                 shared=shared,
             )
         )
-    return found
+    return calls
 
 
 def _digests(column: bytes | None) -> tuple[str, ...]:
-    found = column or b""
-    return tuple(found[at : at + 32].hex() for at in range(0, len(found), 32))
+    digests = column or b""
+    return tuple(digests[at : at + 32].hex() for at in range(0, len(digests), 32))
 
 
 def span_columns(span: types.Span, *, late: bool) -> Columns:

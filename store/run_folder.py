@@ -181,8 +181,10 @@ async def _keep(store: Store, run: str, owner: str) -> None:
 
 async def _extend(store: Store, run: str, owner: str) -> None:
     if not await store.hold_run(run, owner, lease=LEASE):
-        other = _owner(await store.run(run)) or "another process"
-        raise TakenOver(f"run {run!r} was taken over ({other}): it continues there and ends here")
+        new_owner = _owner(await store.run(run)) or "another process"
+        raise TakenOver(
+            f"run {run!r} was taken over ({new_owner}): it continues there and ends here"
+        )
 
 
 def _owner(state: RunState | None) -> Owner | None:
@@ -241,34 +243,34 @@ class Place:
 
 def _stamp_of(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
-def places(given: Sequence[str] = ()) -> list[Place]:
+def places(locations: Sequence[str] = ()) -> list[Place]:
     """The stores at the given URLs, files and folders; by default that of STORE_VARIABLE and all
     below the working directory. Raises NotFound for a path that does not exist."""
-    shared = [url] if not given and (url := os.environ.get(STORE_VARIABLE)) else []
-    found: dict[str, str] = {}  # URL -> label
-    for one in (*shared, *(given or ["."])):
-        if "://" in one:
-            parts = urlsplit(one)
-            found[one] = f"{parts.hostname or ''}{parts.path}".strip("/") or one
-        elif Path(one).is_dir():
-            found |= {_url(file): _label(file) for file in _files(Path(one))}
-        elif Path(one).exists():
-            found[_url(Path(one))] = _label(Path(one))
+    shared = [url] if not locations and (url := os.environ.get(STORE_VARIABLE)) else []
+    labels: dict[str, str] = {}  # URL -> label
+    for location in (*shared, *(locations or ["."])):
+        if "://" in location:
+            parts = urlsplit(location)
+            labels[location] = f"{parts.hostname or ''}{parts.path}".strip("/") or location
+        elif Path(location).is_dir():
+            labels |= {_url(file): _label(file) for file in _files(Path(location))}
+        elif Path(location).exists():
+            labels[_url(Path(location))] = _label(Path(location))
         else:
-            raise NotFound(f"{one}: there is no such store, file or folder.")
+            raise NotFound(f"{location}: there is no such store, file or folder.")
     keys: dict[str, str] = {}
-    for url, label in found.items():
+    for url, label in labels.items():
         key = re.sub(r"[^\w.-]+", "~", label.removeprefix("runs/")) or "here"
         while key in keys:
             key += "~"
         keys[key] = url
-    return [Place(key, url, found[url]) for key, url in keys.items()]
+    return [Place(key, url, labels[url]) for key, url in keys.items()]
 
 
 def _url(file: Path) -> str:
@@ -277,10 +279,10 @@ def _url(file: Path) -> str:
 
 def _label(file: Path) -> str:
     """The folder of a store, relative to the working directory."""
-    whole = file.resolve()
-    named = whole.parent if whole.name == "store.db" else whole
-    here = named.is_relative_to(Path.cwd())
-    return str(named.relative_to(Path.cwd()) if here else named).removesuffix(".db")
+    path = file.resolve()
+    named = path.parent if path.name == "store.db" else path
+    below_cwd = named.is_relative_to(Path.cwd())
+    return str(named.relative_to(Path.cwd()) if below_cwd else named).removesuffix(".db")
 
 
 def _is_another(file: Path) -> bool:
@@ -298,18 +300,18 @@ def _is_another(file: Path) -> bool:
 
 def _files(folder: Path) -> Iterator[Path]:
     """The stores in a folder and below it, breadth first and by name."""
-    folders, left = [folder], MAX_FOLDERS
+    folders, folders_left = [folder], MAX_FOLDERS
     for _ in range(MAX_DEPTH + 1):
         below: list[Path] = []
-        for one in folders[:left]:
+        for directory in folders[:folders_left]:
             try:
-                entries = sorted(os.scandir(one), key=lambda entry: entry.name)
+                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
             except OSError:
                 continue
             files = (Path(x.path) for x in entries if x.name.endswith(".db") and x.is_file())
             # In shared folders other users have databases too.
-            mine = "runs" in one.absolute().parts
-            yield from (file for file in files if mine or not _is_another(file))
+            all_are_stores = "runs" in directory.absolute().parts
+            yield from (file for file in files if all_are_stores or not _is_another(file))
             below += [
                 Path(x.path)
                 for x in entries
@@ -317,17 +319,17 @@ def _files(folder: Path) -> Iterator[Path]:
                 and not x.name.startswith(".")
                 and x.name not in PASSED_OVER
             ]
-        left -= len(folders)
+        folders_left -= len(folders)
         folders = below
-        if left <= 0:
+        if folders_left <= 0:
             return
 
 
 def store_with(name: str) -> str:
     """URL of the store that has a run or rollout: its default store, else by a search. Raises as
     `find`."""
-    own = store_of(name)
-    return own if Path(own.removeprefix("sqlite:///")).exists() else find(name)
+    default = store_of(name)
+    return default if Path(default.removeprefix("sqlite:///")).exists() else find(name)
 
 
 def run_and_store(name: str) -> tuple[str, str]:
@@ -335,13 +337,15 @@ def run_and_store(name: str) -> tuple[str, str]:
     such as its output folder. Raises NotFound and StoreError."""
     if not Path(name).is_dir() or Path(store_of(name).removeprefix("sqlite:///")).exists():
         return name, store_with(name)
-    every = {(run, place.url) for place in places([name]) for run in asyncio.run(_runs(place.url))}
-    if len(every) == 1:
-        return every.pop()
-    if not every:
+    candidates = {
+        (run, place.url) for place in places([name]) for run in asyncio.run(_runs(place.url))
+    }
+    if len(candidates) == 1:
+        return candidates.pop()
+    if not candidates:
         raise NotFound(f"the folder {name} has no run")
-    runs = ", ".join(sorted(run for run, _ in every))
-    raise StoreError(f"the folder {name} has {len(every)} runs: name one, of {runs}")
+    runs = ", ".join(sorted(run for run, _ in candidates))
+    raise StoreError(f"the folder {name} has {len(candidates)} runs: name one, of {runs}")
 
 
 async def _runs(url: str) -> list[str]:
@@ -354,33 +358,33 @@ def find(name: str) -> str:
 
     Raises NotFound if no store has it, and StoreError if several have."""
     run = name.partition("/")[0]
-    found, every = asyncio.run(_search(run))
-    if len(found) > 1:
-        listed = ", ".join(sorted(found))
-        raise StoreError(f"{len(found)} stores have a run {run!r}: add --store, of {listed}")
-    if found:
-        return found[0]
-    near = get_close_matches(run, every, n=1)
+    stores, all_runs = asyncio.run(_search(run))
+    if len(stores) > 1:
+        listed = ", ".join(sorted(stores))
+        raise StoreError(f"{len(stores)} stores have a run {run!r}: add --store, of {listed}")
+    if stores:
+        return stores[0]
+    near = get_close_matches(run, all_runs, n=1)
     hint = (
         f"; did you mean {near[0]!r}?"
         if near
         else f"; set {STORE_VARIABLE} or add --store for others"
     )
-    known = f"there are {', '.join(sorted(every)[:20])}" if every else "there is none"
-    own = store_of(run).removeprefix("sqlite:///")
-    lost = f"there is no {own}, and no other store below {Path.cwd()} has a run {run!r}"
-    raise NotFound(f"{lost}: {known}{hint}")
+    existing = f"there are {', '.join(sorted(all_runs)[:20])}" if all_runs else "there is none"
+    default = store_of(run).removeprefix("sqlite:///")
+    lost = f"there is no {default}, and no other store below {Path.cwd()} has a run {run!r}"
+    raise NotFound(f"{lost}: {existing}{hint}")
 
 
 async def _search(run: str) -> tuple[list[str], set[str]]:
     """The URLs of stores with a run, and the names of all runs."""
-    found, every = list[str](), set[str]()
+    stores, all_runs = list[str](), set[str]()
     for place in places():
         try:
             async with asyncio.timeout(OPENING_PATIENCE), open_store(place.url, readonly=True) as x:
                 runs = await x.runs()
         except (AgentRLError, TimeoutError):
             continue  # `agentrl view` lists it with its error
-        every |= {*runs}
-        found += [place.url] * (run in runs)
-    return found, every
+        all_runs |= {*runs}
+        stores += [place.url] * (run in runs)
+    return stores, all_runs

@@ -230,24 +230,24 @@ class StoreFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._number = self._found()
+        self._number = self._identity()
 
     def check(self) -> None:
         """Raise StoreFileMoved if the path now leads to another file, or to none."""
-        if self._found() != self._number:
+        if self._identity() != self._number:
             raise StoreFileMoved
 
     def cause(self, error: Exception) -> Exception:
         """Return StoreFileMoved if the file has moved, which caused the error; else `error`."""
-        moved = isinstance(error, sqlite3.Error) and self._found() != self._number
+        moved = isinstance(error, sqlite3.Error) and self._identity() != self._number
         return StoreFileMoved() if moved else error
 
-    def _found(self) -> tuple[int, int] | None:
+    def _identity(self) -> tuple[int, int] | None:
         try:
-            found = os.stat(self._path)  # noqa: PTH116 - on the path of every commit
+            status = os.stat(self._path)  # noqa: PTH116 - on the path of every commit
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
 
 class _Connections:
@@ -318,7 +318,7 @@ class WalCheckpointer:
 
     def __init__(self, location: Location) -> None:
         self._location = location
-        self._seen = 0
+        self._checkpointed = 0
         self._due = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="store-checkpoint", daemon=True)
@@ -326,8 +326,8 @@ class WalCheckpointer:
 
     def committed(self, conn: sqlite3.Connection) -> None:
         """Called by the writer after a commit."""
-        if conn.total_changes - self._seen >= CHECKPOINT_ROWS:
-            self._seen = conn.total_changes
+        if conn.total_changes - self._checkpointed >= CHECKPOINT_ROWS:
+            self._checkpointed = conn.total_changes
             self._due.set()
 
     def close(self) -> None:
@@ -387,8 +387,8 @@ def to_store_error(path: Path, error: Exception) -> Exception:
     if not isinstance(error, sqlite3.Error):
         return error
     name = getattr(error, "sqlite_errorname", "") or ""
-    what = next((text for code, text in ADVICE.items() if name.startswith(code)), str(error))
-    return Unavailable(f"Store {path}: {what}.")
+    advice = next((text for code, text in ADVICE.items() if name.startswith(code)), str(error))
+    return Unavailable(f"Store {path}: {advice}.")
 
 
 def _file(path: str, url: str) -> Path:
@@ -445,8 +445,8 @@ def _check_path(location: Location, *, create: bool) -> None:
     path = location.path
     if path.is_dir():
         near = [path / "store.db", *sorted(path.glob("*/store.db"))]
-        found = next((file for file in near if file.is_file()), near[0])
-        raise StoreError(f"{path} is a folder: name the file of a store, such as {found}.")
+        store = next((file for file in near if file.is_file()), near[0])
+        raise StoreError(f"{path} is a folder: name the file of a store, such as {store}.")
     if not (create or path.exists()):
         raise NotFound(f"There is no store at {path}: check the path.")
 
@@ -465,15 +465,15 @@ def migrations() -> Migrations:
     """Return the scripts as a set of `sqlite_utils` migrations."""
     from sqlite_utils.migrations import Migrations
 
-    known = Migrations(SET)
+    collection = Migrations(SET)
     for name, path in SCRIPTS.items():
 
         def apply(db: Database, /, path: Path = path) -> None:
             for statement in _statements(path.read_text(encoding="utf-8")):
                 db.conn.execute(statement)
 
-        known(name=name)(apply)
-    return known
+        collection(name=name)(apply)
+    return collection
 
 
 def _check_header(conn: sqlite3.Connection, location: Location) -> None:
@@ -590,15 +590,15 @@ class ChangeNotifier:
                 self._closed.wait(POLL_PAUSE)
 
     def _hear(self, conn: sqlite3.Connection) -> None:
-        seen, checked = _version(conn), time.monotonic()
+        seen_version, checked = _version(conn), time.monotonic()
         self._notify(ALL)  # for changes between a waiter's last query and this version
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= POLL_PAUSE:
                 self._file.check()
                 version, checked = _version(conn), time.monotonic()
-                if version != seen:
-                    seen, topics = version, ALL
+                if version != seen_version:
+                    seen_version, topics = version, ALL
             if topics:
                 self._notify(topics)
 
@@ -628,9 +628,9 @@ def folder(path: Path) -> Path:
 
 def _private(path: Path) -> bool:
     """Whether the path is a folder, not a link, that only this user may enter."""
-    found = path.lstat()
-    mine = found.st_uid == os.geteuid()
-    return mine and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+    status = path.lstat()
+    is_own = status.st_uid == os.geteuid()
+    return is_own and stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
 
 
 def _datagrams() -> socket.socket:

@@ -60,8 +60,8 @@ def backend_of(url: str) -> StoreBackend:
     if near:
         forms = [_load(backends, near[0]).form]
     else:  # a backend may have several schemes
-        known = (_load(backends, name) for name in sorted(backends.names, reverse=True))
-        forms = [*{one.open: one.form for one in known}.values()]
+        loaded = (_load(backends, name) for name in sorted(backends.names, reverse=True))
+        forms = [*{backend.open: backend.form for backend in loaded}.values()]
     form = " or ".join([", ".join(forms[:-1]), forms[-1]] if forms[1:] else forms)
     raise Invalid(f"Store URL {shown!r} is invalid: write it as {form}.")
 
@@ -85,10 +85,14 @@ def split_password(url: str) -> tuple[str, str | None]:
     if at and colon:
         address, password = f"{name}@{host}", unquote(secret)
     options = parse_qsl(parts.query, keep_blank_values=True)
-    kept = [(key, value) for key, value in options if key != "password"]
-    if len(kept) < len(options):
+    public_options = [(key, value) for key, value in options if key != "password"]
+    if len(public_options) < len(options):
         password = dict(options)["password"]
-    query = urlencode(kept, quote_via=quote, safe="/") if len(kept) < len(options) else parts.query
+    query = (
+        urlencode(public_options, quote_via=quote, safe="/")
+        if len(public_options) < len(options)
+        else parts.query
+    )
     if address == parts.netloc and query == parts.query:
         return url, password
     public = urlunsplit((parts.scheme, address, parts.path, query, parts.fragment))

@@ -37,13 +37,13 @@ class EmaMeans:
         after all updates. Missing x (NaN) are skipped."""
         _, ids = _numbered(names)
         start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
-        known = (~x.isnan()).nonzero().squeeze(1)
-        previous = next_same(ids[known], torch.arange(known.numel() - 1, -1, -1))
-        first = torch.where(previous < 0, self.decay * start[known], 0.0)
-        after = scan((1 - self.decay) * x[known] + first, self.decay, previous)
+        present = (~x.isnan()).nonzero().squeeze(1)
+        previous = next_same(ids[present], torch.arange(present.numel() - 1, -1, -1))
+        first = torch.where(previous < 0, self.decay * start[present], 0.0)
+        after = scan((1 - self.decay) * x[present] + first, self.decay, previous)
         before = start.clone()
-        before[known] = torch.where(previous < 0, start[known], after[previous])
-        newest = {names[at]: float(b) for at, b in zip(known.tolist(), after, strict=True)}
+        before[present] = torch.where(previous < 0, start[present], after[previous])
+        newest = {names[at]: float(b) for at, b in zip(present.tolist(), after, strict=True)}
         return before, self.values | newest
 
     def dump(self) -> Json:
@@ -67,10 +67,10 @@ class CountedMeans:
         total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
         after = dict(self.values)
         for name, number in index.items():
-            mean, seen = self.values.get(name, (0.0, 0))
+            mean, old_count = self.values.get(name, (0.0, 0))
             if count[number]:
-                whole = seen + int(count[number])
-                after[name] = (mean + (total[number] - count[number] * mean) / whole, whole)
+                new_count = old_count + int(count[number])
+                after[name] = (mean + (total[number] - count[number] * mean) / new_count, new_count)
         before = [self.values.get(name, (0.0, 0))[0] for name in names]
         return torch.tensor(before, dtype=torch.float64), after
 
@@ -169,8 +169,8 @@ def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
 
 def discounted_return(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
     """Discounted sum of the known x along `following`; NaN if no known x has a weight above 0."""
-    known = scan((~x.isnan()).double(), decay, following) > 0
-    return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
+    has_return = scan((~x.isnan()).double(), decay, following) > 0
+    return torch.where(has_return, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +216,8 @@ class PotentialShaping:
 
     def __call__(self, batch: Batch) -> Tensor:
         phi = call_rewards(batch, self.reward)
-        known = ~phi.isnan()
-        following = next_same(torch.where(known, batch.transition_rollout, len(batch.rollouts)))
+        has_phi = ~phi.isnan()
+        following = next_same(torch.where(has_phi, batch.transition_rollout, len(batch.rollouts)))
         unfinished = was_truncated(batch) & ~has_outcome(batch)
         end = torch.where(unfinished[batch.transition_rollout], phi, 0.0)
         return self.gamma * torch.where(following >= 0, phi[following], end) - phi
@@ -232,8 +232,8 @@ class StepGae:
     it, which gets its reward. Its own baseline is `base`, which can be any value that does not
     depend on the call; without `base` its advantage is 0, or missing if it has no tokens.
 
-    A reward is terminal even if a token limit truncated the rollout. A truncated rollout without
-    rewards from its last call with a value on bootstraps from that value."""
+    A reward is terminal even if a token limit truncated the rollout. A truncated rollout that has
+    no rewards after its last call with a value bootstraps from that value."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -248,14 +248,14 @@ class StepGae:
         valued, following = ~v.isnan(), next_same(rollout)
         # Rewards and number of calls up to the next call with a value, and the index of that call.
         inside = torch.where(valued[following], -1, following)
-        known = ~discounted_return(x, 1.0, inside).isnan()
+        has_reward = ~discounted_return(x, 1.0, inside).isnan()
         r = scan(x.nan_to_num(nan=0.0), self.gamma, inside)
         gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
         number = torch.where(valued[following], following + 1, 0)
         following = scan(number, 1.0, inside).long() - 1
-        cut = was_truncated(batch)[rollout] & (following < 0) & valued & ~known
+        cut = was_truncated(batch)[rollout] & (following < 0) & valued & ~has_reward
         r = torch.where(cut, v, r)
-        missing = scan((known | cut).double(), 1.0, following) == 0
+        missing = scan((has_reward | cut).double(), 1.0, following) == 0
         v = v if self.base is None else torch.where(valued, v, self.base(batch))
         after = torch.where(following >= 0, v[following], 0.0)
         learned = ~v.isnan()
@@ -315,7 +315,7 @@ class TurnDiscount:
 
 @dataclass(frozen=True, slots=True)
 class GatedByOutcome:
-    """A credit, set to 0 where it disagrees with the outcome's advantage, [N]; missing where that
+    """A credit, set to 0 where it disagrees with the outcome's advantage, [N]; missing where either
     is missing.
 
     how: "agree": both must have the same sign; "positive": a positive advantage counts only if the
@@ -335,11 +335,11 @@ class GatedByOutcome:
 
 def has_outcome(batch: Batch) -> Tensor:
     """Whether the batch has a reward of each rollout or of one of its roles, bool [U]."""
-    known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    has = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     for name, x in batch.rewards.items():
         if (level := core.level_of(name)) in ("rollout", "role"):
-            known[rollout_of(batch, level)[~x.isnan()]] = True
-    return known
+            has[rollout_of(batch, level)[~x.isnan()]] = True
+    return has
 
 
 def is_first_token(batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ enters no statistic and not the loss. 0 means *no gradient*: the rollout equals 
 no others to be compared with; it counts in the denominators of the loss.
 
 A credit may be nested in others: `nested_records`, `map_records` and `format_record` search, change
-and format the records of one.
+and format its records.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def standardise(
     """(x - baseline) / scale among units of equal id.
 
     x [U]: NaN = missing: enters no statistic, result 0. by, norm_by (default `by`) int64 [U]: ids
-    of the groups for the baseline, and for the scale. base: none, the mean, the mean of the
-    others (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline
-    plus eps (of which less below ORDINARY_DEVIATION, in proportion: small rewards have the same
-    advantages as large ones), or the mean of |x|: the mean of x if none is negative, and with
-    mixed signs that nearly cancel it keeps the result of n rewards within n + 1. w, bw [U]:
-    frequency weights of all statistics, and of the baseline alone.
+    of the groups for the baseline, and for the scale. base: none, the mean, the mean of the others
+    (leave-one-out), or given values [U]. norm: the standard deviation of x - baseline plus eps
+    (below ORDINARY_DEVIATION eps shrinks in proportion, so that small rewards have the same
+    advantages as large ones), or the mean of |x|, which is the mean of x if none is negative, and
+    keeps the results of n rewards within n + 1 if mixed signs nearly cancel. w, bw [U]: frequency
+    weights of all statistics, and of the baseline alone.
 
     The deviation is taken around the mean of x - baseline. That mean is 0 for the baselines "mean"
     and "loo" without weights; with given values (an EMA, a greedy rollout) it may not be, and then
@@ -71,12 +71,12 @@ def standardise(
     The result is exactly 0, not rounding noise divided by eps, for a unit without others to compare
     with, for one within ROUNDING_SPREAD of its baseline (relative to the largest |x| of its
     id), and if the mean or deviation to divide by is not positive."""
-    known = ~(x - base if isinstance(base, Tensor) else x).isnan()
-    x = torch.where(known, x.double(), 0.0)
-    weight = known.double() if w is None else known * w.double()
-    baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
+    valid = ~(x - base if isinstance(base, Tensor) else x).isnan()
+    x = torch.where(valid, x.double(), 0.0)
+    weight = valid.double() if w is None else valid * w.double()
+    baseline = _baseline(x, by, base, weight if bw is None else valid * bw.double())
     centred = x - baseline
-    live = known & centred.isfinite()
+    live = valid & centred.isfinite()
     live &= centred.abs() > ROUNDING_SPREAD * reduce_by(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
         live &= reduce_by(weight > 0, by)[by] > 1
@@ -391,8 +391,8 @@ def nested_records(part: object) -> Iterator[object]:
 
 def rewards_read(*parts: object) -> tuple[str, ...]:
     """The reward references that credits read: every `reward` field that is a string, in order."""
-    found = (getattr(record, "reward", None) for record in nested_records(parts))
-    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
+    references = (getattr(record, "reward", None) for record in nested_records(parts))
+    return tuple(dict.fromkeys(name for name in references if isinstance(name, str)))
 
 
 def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
@@ -406,8 +406,9 @@ def map_records(part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def format_record(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """Format a record with the fields that differ from their defaults, GroupRelative('outcome',
-    norm='std'), or one with only numbers with all that are finite, Clip(0.2, hi=0.28)."""
+    """Format a record with the fields that differ from their defaults, as in
+    GroupRelative('outcome', norm='std'), or, if all its fields are numbers, with those that are
+    finite, Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
         return f"({', '.join(map(format_record, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):

@@ -108,14 +108,14 @@ def load_dump(path: Path) -> Dump:
     actions = columns["token_row"].bincount(minlength=len(lengths)).tolist()
     observed = columns["observation_row"].bincount(minlength=len(lengths)).tolist()
     sizes = {"tokens": lengths, "observed": observed}
-    parts = [torch.split(flat[name], sizes.get(name, actions)) for name in ROW]
-    rows = [TokenRow(*row) for row in zip(*parts, strict=True)]
+    columns_by_row = [torch.split(flat[name], sizes.get(name, actions)) for name in ROW]
+    rows = [TokenRow(*row) for row in zip(*columns_by_row, strict=True)]
     batch = Batch(rows=rows, rewards=table("reward"), remembered=table("memory"), **columns)
     written = table("stream") | table("logprobs")
-    known = {OLD_NAMES.get(name, name): column for name, column in written.items()}
-    sampler, given = known.pop("sampler"), GivenLogProbs(**known)
+    logprobs = {OLD_NAMES.get(name, name): column for name, column in written.items()}
+    sampler, given_logprobs = logprobs.pop("sampler"), GivenLogProbs(**logprobs)
     credit = tensors["advantage"], tensors["weight"]
-    terms = Terms(*credit, sampler, given, table("ids"), skip=None)
+    terms = Terms(*credit, sampler, given_logprobs, table("ids"), skip=None)
     return Dump(batch, terms, tensors["logprobs"], loss, grad_norm)
 
 
@@ -179,34 +179,34 @@ def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
 
 def call_ids(batch: Batch) -> list[str]:
     """Ids of the calls with tokens, in token order."""
-    found = torch.unique_consecutive(batch.token_transition).tolist()
-    return [batch.transitions[call] for call in found]
+    indices = torch.unique_consecutive(batch.token_transition).tolist()
+    return [batch.transitions[call] for call in indices]
 
 
 def with_baseline(algo: Algo) -> list[object]:
     """The parts of a credit that have a baseline, are a baseline, or are a KL penalty; the critic
     is listed once."""
-    found = list[object]()
+    parts = list[object]()
     for part in nested_records(algo.credit):
         compared = isinstance(part, GroupRelative) and part.base != "none"
-        critic = isinstance(part, CriticValues) and part not in found
+        critic = isinstance(part, CriticValues) and part not in parts
         if compared or critic or isinstance(part, RememberedColumn | TokenKLPenalty):
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     """The baselines of group comparisons, remembered values, critic values and KL penalties,
     float64 [N] each, in the order of the credit's parts."""
-    found = []
+    columns = []
     for part in with_baseline(algo):
         if isinstance(part, GroupRelative):
-            found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
+            columns.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
         elif isinstance(part, CriticValues | TokenKLPenalty):
-            found.append(part(batch))
+            columns.append(part(batch))
         elif isinstance(part, RememberedColumn):
-            found.append(part(batch)[owner(batch, part.level)])
-    return found
+            columns.append(part(batch)[owner(batch, part.level)])
+    return columns
 
 
 def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
@@ -244,7 +244,7 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     number of stored baselines is not that of the algorithm."""
     kinds = len(with_baseline(algo))
     n = batch.n_tokens
-    known = torch.zeros(n, dtype=torch.bool)
+    stored = torch.zeros(n, dtype=torch.bool)
     columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
     compared = [torch.full((n,), torch.nan, dtype=torch.float64) for _ in range(kinds)]
     for call in torch.unique(batch.token_transition).tolist():
@@ -252,14 +252,14 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
         if credit is None:
             continue
         at = batch.token_transition == call
-        known |= at
+        stored |= at
         for name in COLUMNS:
             columns[name][at] = torch.tensor(getattr(credit, name), dtype=torch.float64)
         baseline = torch.tensor(credit.baseline, dtype=torch.float64)
         if kinds and baseline.numel() in (kinds, kinds * int(at.sum())):
-            for x, part in zip(compared, baseline.view(kinds, -1), strict=True):
-                x[at] = part
-    return Stored(known, columns, compared)
+            for x, values in zip(compared, baseline.view(kinds, -1), strict=True):
+                x[at] = values
+    return Stored(stored, columns, compared)
 
 
 def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:

@@ -38,10 +38,10 @@ class JudgedColumn(RememberedColumn):
     __slots__ = ()
 
     def __call__(self, batch: Batch) -> Tensor:
-        found = batch.remembered.get(self.name)
-        if found is None or bool(found.isnan().all()):
+        column = batch.remembered.get(self.name)
+        if column is None or bool(column.isnan().all()):
             return self.recall(self.part(0), batch, ())[0]
-        return found
+        return column
 
 
 @dataclass(slots=True)
@@ -81,18 +81,18 @@ class ReturnScale(JudgedColumn):
         assert isinstance(part, Spread)
         returns = Returns(self.reward)(batch)
         group, owner = units(batch, "transition", "group"), batch.transition_rollout
-        known = (~returns.isnan()).double()
-        weight = known / reduce_by(known, owner)[owner].clamp(min=1.0)
+        has_return = (~returns.isnan()).double()
+        weight = has_return / reduce_by(has_return, owner)[owner].clamp(min=1.0)
         scale = core.standardise(returns, group, norm="std", w=weight).scale
         freedom = torch.where(scale > 0, reduce_by(weight, group)[group] - 1, 0.0)
         squares = freedom * scale.square()
-        kept = Spread(SCALE_DECAY * part.squares, SCALE_DECAY * part.freedom)
-        both = (squares + kept.squares) / (freedom + kept.freedom).clamp(min=1e-300)
-        found = torch.zeros(len(batch.rollouts), dtype=torch.float64)
-        found[owner] = torch.where(freedom > 0, both.sqrt(), 0.0)
-        kept.squares += float((squares * weight / (freedom + 1)).sum())
-        kept.freedom += float((freedom * weight / (freedom + 1)).sum())
-        return found, kept
+        memory = Spread(SCALE_DECAY * part.squares, SCALE_DECAY * part.freedom)
+        variance = (squares + memory.squares) / (freedom + memory.freedom).clamp(min=1e-300)
+        scales = torch.zeros(len(batch.rollouts), dtype=torch.float64)
+        scales[owner] = torch.where(freedom > 0, variance.sqrt(), 0.0)
+        memory.squares += float((squares * weight / (freedom + 1)).sum())
+        memory.freedom += float((freedom * weight / (freedom + 1)).sum())
+        return scales, memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class GrpoScale:
     scale: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~Returns(self.reward)(batch).isnan()
-        rollouts = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
+        has_return = ~Returns(self.reward)(batch).isnan()
+        rollouts = reduce_by(has_return, batch.transition_rollout, len(batch.rollouts)) > 0
         n = reduce_by(rollouts, batch.rollout_group)[batch.rollout_group]
         scale = (self.scale or ReturnScale(self.reward))(batch)
         factor = torch.where(scale > 0, (n - 1) / n / scale, 0.0)
@@ -142,9 +142,9 @@ def calls_of(
     too), and their indices in the batch, int64 [K]. total: undiscounted return of each call,
     [S]."""
     group = units(batch, "transition", "group")
-    known = ~total.isnan()
-    compared = reduce_by(known & (batch.transition_turn == 0), group)[group] > 1
-    index = (known & compared).nonzero().squeeze(1)
+    has_return = ~total.isnan()
+    compared = reduce_by(has_return & (batch.transition_turn == 0), group)[group] > 1
+    index = (has_return & compared).nonzero().squeeze(1)
     sampled, call = batch.sampler_logprobs.double(), batch.token_transition
     logprob, norm = (torch.zeros(len(group), dtype=torch.float64) for _ in range(2))
     logprob.index_add_(0, call, sampled)
@@ -162,7 +162,7 @@ def calls_of(
         state=units(batch, "transition", "group", "role", "state")[index],
         action=ids.of_calls(batch, "action")[index],
         contexts=tuple(
-            units(batch, "transition", "role", what)[index] for what in ("state", "prompt")
+            units(batch, "transition", "role", kind)[index] for kind in ("state", "prompt")
         ),
         chance=logprob.exp()[index],
         weight=norm.clamp(min=MIN_SCORE_NORM)[index],
@@ -177,8 +177,8 @@ def deviation(calls: Calls) -> float:
     x = calls.returns
     if not x.numel():
         return 0.0
-    found = float((x - mean_by(x, calls.group)[0]).square().mean().sqrt())
-    return found if found > core.ROUNDING_SPREAD * float(x.abs().max()) else 0.0
+    std = float((x - mean_by(x, calls.group)[0]).square().mean().sqrt())
+    return std if std > core.ROUNDING_SPREAD * float(x.abs().max()) else 0.0
 
 
 def from_lowest(calls: Calls) -> Calls:
@@ -208,12 +208,12 @@ def state_values(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
     turn, everywhere = calls.turn.double(), torch.zeros_like(calls.rollout)
     when = mean_by(turn, calls.state, calls.rollout)[0]
     before = torch.zeros(4, dtype=torch.float64) if past is None else past
-    squares, product, total, seen = (
-        of_others(calls, y, everywhere) + more
-        for y, more in zip(time_terms(calls, x), before, strict=True)
+    squares, product, total, pairs = (
+        of_others(calls, y, everywhere) + earlier
+        for y, earlier in zip(time_terms(calls, x), before, strict=True)
     )
     slope = torch.where(squares > 0, product / squares, 0.0)
-    noise = (total - slope * product).clamp(min=0.0) / (seen - 1).clamp(min=1.0)
+    noise = (total - slope * product).clamp(min=0.0) / (pairs - 1).clamp(min=1.0)
     slope *= surplus(slope * product, noise)
     return torch.where(count > 0, mean + slope * (turn - when), torch.nan)
 
@@ -241,7 +241,8 @@ def lambda_returns(calls: Calls, value: Tensor, lam: float) -> Tensor:
 
 
 def missed_by_values(calls: Calls, lam: float, past: Tensor | None = None) -> Tensor:
-    """Each return less the lambda-return by the values of states. past: as in `state_values`."""
+    """Each return minus the lambda-return computed from the values of states. past: as in
+    `state_values`."""
     return calls.returns - lambda_returns(calls, state_values(calls, calls.returns, past), lam)
 
 
@@ -265,9 +266,10 @@ def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
     """
     base = plain_baselines(calls)
     moved = (state_values(calls, x, past) - base).nan_to_num(nan=0.0)
-    everywhere, left = torch.zeros_like(calls.rollout), x - base
+    everywhere, residual = torch.zeros_like(calls.rollout), x - base
     squares, product, total = (
-        of_others(calls, calls.weight * y, everywhere) for y in (moved**2, moved * left, left**2)
+        of_others(calls, calls.weight * y, everywhere)
+        for y in (moved**2, moved * residual, residual**2)
     )
     others = int(calls.rollout.max())
     fit = torch.where(squares > 0, product / squares, 0.0)
@@ -278,11 +280,11 @@ def baselines(calls: Calls, x: Tensor, past: Tensor | None = None) -> Tensor:
 def mean_by(x: Tensor, ids: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and count of the x with the same id, [U] each; 0 if there are none. without: ids; units
     with the same id as x, including x, are excluded from its mean."""
-    own = None if without is None else key(ids, without)
+    excluded = None if without is None else key(ids, without)
 
     def total(y: Tensor) -> Tensor:
-        every = reduce_by(y, ids)[ids]
-        return every if own is None else every - reduce_by(y, own)[own]
+        sums = reduce_by(y, ids)[ids]
+        return sums if excluded is None else sums - reduce_by(y, excluded)[excluded]
 
     count = total(torch.ones_like(x))
     return torch.where(count > 0, total(x) / count, 0.0), count
@@ -324,13 +326,14 @@ def explained(sums: Tensor) -> float:
     total, freedom, within, inner, met, calls = sums.tolist()
     if total <= core.ROUNDING_SPREAD**2 * calls or freedom < 0.5:
         return 0.0
-    each = total / freedom
-    share: float = max(0.0, 1 - (within + each) / (inner + 1) / each)
+    variance = total / freedom
+    share: float = max(0.0, 1 - (within + variance) / (inner + 1) / variance)
     return share * float(met / calls)
 
 
 def shown_before_the_end(ends: Tensor) -> float:
-    """Trust in values by how much of the outcome the calls before the last show, and the last."""
+    """Trust in values, from the smaller of two shares of the outcome: the share that the last calls
+    of rollouts show, and the share that the calls before them show."""
     low, high = VISIBLE_OUTCOME
     return min(max((min(map(explained, ends)) - low) / (high - low), 0.0), 1.0)
 
@@ -351,13 +354,13 @@ def effect_sums(calls: Calls, missed: Tensor) -> Tensor:
     sums = []
     for context in calls.contexts:
         at_stage = key(context, stage)
-        (found,), (each,), (groups,) = (
+        (square,), (by_rollout,), (by_group,) = (
             squared_scores(calls, unit, at_stage, missed)
             for unit in (torch.zeros_like(calls.rollout), calls.rollout, calls.group)
         )
         # Sum of n / (n - 1) times the squared deviations of a group's n rollouts from their mean.
-        noise = (size * each - groups) / (size - 1)
-        sums.append(torch.stack([reduce_by(found, stage), reduce_by(noise, stage)]))
+        noise = (size * by_rollout - by_group) / (size - 1)
+        sums.append(torch.stack([reduce_by(square, stage), reduce_by(noise, stage)]))
     return torch.stack(sums)
 
 
@@ -365,16 +368,16 @@ def missed_effects(effects: Tensor) -> Tensor:
     """Trust in values at each stage: high if actions explain little of the part that values miss,
     in total and at this stage. effects: see `effect_sums`."""
     trust = torch.ones(effects.shape[-1], dtype=torch.float64)
-    for found, noise in effects:
-        trust = trust.minimum(fading(found, noise, EFFECT_AT))
-        trust = trust.minimum(fading(found.sum(), noise.sum(), MISSED_EFFECT))
+    for square, noise in effects:
+        trust = trust.minimum(fading(square, noise, EFFECT_AT))
+        trust = trust.minimum(fading(square.sum(), noise.sum(), MISSED_EFFECT))
     return trust
 
 
-def fading(found: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
+def fading(square: Tensor, noise: Tensor, bounds: tuple[float, float]) -> Tensor:
     """1 up to the lower bound of found / noise, 0 from the upper one on."""
     low, high = bounds
-    ratio = torch.where(found > 0, found / noise.clamp(min=1e-300), 0.0)
+    ratio = torch.where(square > 0, square / noise.clamp(min=1e-300), 0.0)
     return ((high - ratio) / (high - low)).clamp(0.0, 1.0)
 
 
@@ -465,7 +468,7 @@ def evidence(calls: Calls, lam: float, past: Tensor | None = None) -> tuple[Tens
 
 
 def centred(calls: Calls, missed: Tensor) -> Tensor:
-    """Less its mean over other rollouts in the state."""
+    """`missed` minus its mean over other rollouts in the same state."""
     mean, count = mean_by(missed, calls.state, calls.rollout)
     return missed - torch.where(count > 0, mean, 0.0)
 
@@ -476,21 +479,21 @@ def gain_sums(calls: Calls, missed: Tensor, lam: float, past: Tensor | None) -> 
     independent halves of the rollouts."""
     half, everywhere = calls.rollout % 2, torch.zeros_like(calls.rollout)
     apart = calls._replace(group=key(calls.group, half), state=key(calls.state, half))
-    found = []
+    gradients = []
     for part, lost in ((calls, missed), (apart, missed_by_values(apart, lam, past))):
         returns = (part.returns - plain_baselines(part)) / calls.unit
         lost = centred(part, lost) / calls.unit
-        found.append((lost, returns, lost + returns))
-    whole, halves = found
+        gradients.append((lost, returns, lost + returns))
+    whole, halves = gradients
 
     def gains(context: Tensor) -> Tensor:
         together = squared_scores(calls, everywhere, context, *whole, *halves)
         separate = squared_scores(calls, half, context, *halves)
-        squares, joined, own = (
-            torch.stack([x.sum() for x in some])
-            for some in (together[: len(whole)], together[len(whole) :], separate)
+        squares, joined, within_halves = (
+            torch.stack([x.sum() for x in terms])
+            for terms in (together[: len(whole)], together[len(whole) :], separate)
         )
-        return torch.stack([squares, 2 * (joined - own)], dim=1)
+        return torch.stack([squares, 2 * (joined - within_halves)], dim=1)
 
     return torch.stack([gains(context) for context in calls.contexts])
 
@@ -501,17 +504,17 @@ def earned(past: Evidence) -> float:
     "Peers" in CREDIT.md."""
     if not past.batches:
         return 0.0
-    found = 1.0
-    for missed, returns, both in past.gains.tolist():
+    smallest = 1.0
+    for missed, returns, product_sums in past.gains.tolist():
         (square, product), (signal, lost) = (
-            (returns[i], (both[i] - returns[i] - missed[i]) / 2) for i in (0, 1)
+            (returns[i], (product_sums[i] - returns[i] - missed[i]) / 2) for i in (0, 1)
         )
         noise, shared = square - signal, product - lost
         doubt = GRADIENT_ERROR * noise / past.batches**0.5
         share = min(max((lost + doubt) / (signal + doubt), 0.0), 1.0) if signal > -doubt else 1.0
         gain, cost = shared - share * noise, missed[0] - share * shared
-        found = min(found, gain / cost if gain > 0 and cost > 0 else 0.0)
-    return found
+        smallest = min(smallest, gain / cost if gain > 0 and cost > 0 else 0.0)
+    return smallest
 
 
 def trust(calls: Calls, judged: Evidence, past: Evidence | None = None) -> Tensor:

@@ -75,8 +75,8 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], reference log-probs
-    # float64 [N], log-prob of each token where the prompt tells more, less that where it does not;
-    # NaN: told nothing.
+    # float64 [N], log-prob of each token given the privileged text, minus its log-prob without it;
+    # NaN: there is no privileged text.
     told: Tensor = field(default_factory=_unknown)
     # int64 [N, K], tokens whose log-probs psi reads, the sampled one first.
     topk_tokens: Tensor = field(default_factory=_unknown)
@@ -133,16 +133,16 @@ class Batch:
             "told",
             "topk_tokens",
         )
-        known = {name: x for name in columns if len(x := getattr(self, name))}
-        seen = torch.isin(self.observation_row, rows)
-        part = replace(
+        token_columns = {name: x for name in columns if len(x := getattr(self, name))}
+        observations = torch.isin(self.observation_row, rows)
+        batch = replace(
             self,
             rows=[self.rows[row] for row in rows.tolist()],
             token_row=torch.searchsorted(rows, self.token_row[tokens]),
             row_rollout=self.row_rollout[rows],
             row_unit=self.row_unit[rows] if len(self.row_unit) else self.row_unit,
-            observation_row=torch.searchsorted(rows, self.observation_row[seen]),
-            observation_source=self.observation_source[seen],
-            **{name: x[tokens] for name, x in known.items()},
+            observation_row=torch.searchsorted(rows, self.observation_row[observations]),
+            observation_source=self.observation_source[observations],
+            **{name: x[tokens] for name, x in token_columns.items()},
         )
-        return part, tokens
+        return batch, tokens

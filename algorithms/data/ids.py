@@ -28,8 +28,8 @@ def key(*columns: Tensor) -> Tensor:
     """Dense ids of the tuples formed by one or more integer columns; all int64 [U]."""
     ids = _dense(columns[0])
     for column in columns[1:]:
-        other = _dense(column)
-        ids = _dense(ids * (int(other.max()) + 1 if other.numel() else 1) + other)
+        dense = _dense(column)
+        ids = _dense(ids * (int(dense.max()) + 1 if dense.numel() else 1) + dense)
     return ids
 
 
@@ -40,9 +40,9 @@ def _dense(ids: Tensor) -> Tensor:
     if least < 0 or most > 4 * ids.numel():
         ranks: Tensor = torch.unique(ids, return_inverse=True)[1]
         return ranks
-    found = torch.zeros(most + 1, dtype=torch.int64, device=ids.device)
-    found[ids] = 1
-    return found.cumsum(0)[ids] - 1
+    present = torch.zeros(most + 1, dtype=torch.int64, device=ids.device)
+    present[ids] = 1
+    return present.cumsum(0)[ids] - 1
 
 
 def reduce_by(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:

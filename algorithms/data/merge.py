@@ -111,8 +111,8 @@ def new_messages(call: Transition) -> list[dict[str, Json]]:
 def last_observation(call: Transition) -> Hashable:
     """A call's state: the messages after the agent's latest answer, or the whole prompt if the
     messages are unknown. Tool call ids are left out, because they differ between equal states."""
-    seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
-    return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
+    observation = [(m.get("role"), m.get("content")) for m in new_messages(call)]
+    return msgspec.json.encode(observation) if observation else call.prompt.tobytes()
 
 
 def chosen_action(call: Transition) -> Hashable:
@@ -157,27 +157,36 @@ def build_batch(
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
         step = step_number(group.step)
-        found = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
-        known = sum(not reward_names or has_reward(rollout, reward_names) for rollout in found)
-        if found and known >= min_group:
-            rollouts += found
-            rollout_group += [len(names)] * len(found)
+        usable = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
+        scored = sum(not reward_names or has_reward(rollout, reward_names) for rollout in usable)
+        if usable and scored >= min_group:
+            rollouts += usable
+            rollout_group += [len(names)] * len(usable)
             names.append(group.id)
-    own = [[call for call in row.transitions if trainable(call, policy)] for row in rollouts]
-    calls = [call for some in own for call in some]
-    rows, row_rollout, seen = _merge_each(own, observations)
-    sources = sorted(set(seen))
+    calls_by_rollout = [
+        [call for call in row.transitions if trainable(call, policy)] for row in rollouts
+    ]
+    calls = [call for rollout_calls in calls_by_rollout for call in rollout_calls]
+    rows, row_rollout, observation_sources = _merge_each(calls_by_rollout, observations)
+    sources = sorted(set(observation_sources))
     prompts = [blake2b(call.prompt).digest() for call in calls]
     completions = [blake2b(call.completion).digest() for call in calls]
     roles = sorted({call.role for call in calls})
-    seen_row = _ids(range(len(rows))).repeat_interleave(_ids(len(row.observed) for row in rows))
-    warm = [any(call.sampling.temperature > 0 for call in some) for some in own]
+    observation_row = _ids(range(len(rows))).repeat_interleave(
+        _ids(len(row.observed) for row in rows)
+    )
+    warm = [
+        any(call.sampling.temperature > 0 for call in rollout_calls)
+        for rollout_calls in calls_by_rollout
+    ]
     return Batch(
         rows=rows,
         token_row=_ids(range(len(rows))).repeat_interleave(_ids(len(r.actions) for r in rows)),
         token_transition=_cat([row.transition for row in rows], torch.int64),
         sampler_logprobs=_cat([row.logprobs for row in rows], torch.float32),
-        transition_rollout=_ids(number for number, some in enumerate(own) for _ in some),
+        transition_rollout=_ids(
+            number for number, rollout_calls in enumerate(calls_by_rollout) for _ in rollout_calls
+        ),
         transition_role=_ids(roles.index(call.role) for call in calls),
         row_rollout=_ids(row_rollout),
         rollout_group=_ids(rollout_group),
@@ -197,8 +206,8 @@ def build_batch(
         transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
         rollout_greedy=~torch.tensor(warm).bool(),
         token_version=_token_version(rows, calls),
-        observation_row=seen_row,
-        observation_source=_ids(sources.index(source) for source in seen),
+        observation_row=observation_row,
+        observation_source=_ids(sources.index(source) for source in observation_sources),
         sources=sources,
     )
 
@@ -213,8 +222,9 @@ def merge(calls: Sequence[Transition], observed: Observed = MappingProxyType({})
 
     Each call, shortest prompt first, continues the longest row that is a prefix of it. This
     forwards the fewest tokens: the rows that a call can continue are prefixes of one another, so
-    every call that could have continued one of the others still can. A call without sampled tokens
-    is in no row, nor is a call that repeats another rollout's, because it is trained there."""
+    choosing one of them never prevents another call from continuing a row. A call without sampled
+    tokens is in no row, nor is a call that repeats another rollout's, because it is trained
+    there."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(calls)), key=lambda i: (len(calls[i].prompt), i))
     for index in by_length:
@@ -236,22 +246,26 @@ def _observed(calls: Sequence[Transition], observations: Observations) -> Observ
     """The observations in the prompts of calls, by the call's index: tokens after the longest
     earlier call that is a prefix. Observations that branches share are counted once, and those
     after a repeated call of another rollout only there."""
-    found: dict[int, list[tuple[int, str]]] = {}
+    by_call: dict[int, list[tuple[int, str]]] = {}
     acted = {c.prompt.tobytes() + c.completion.tobytes(): c for c in calls if len(c.completion)}
-    known: dict[bytes, list[Sequence[int]]] = {}
+    branches: dict[bytes, list[Sequence[int]]] = {}
     for index, call in enumerate(calls):
         if not len(call.completion) or call.repeats is not None:
             continue
         prompt = call.prompt.tobytes()
-        before = max((one for one in acted if prompt.startswith(one)), key=len, default=b"")
+        before = max(
+            (acted_prefix for acted_prefix in acted if prompt.startswith(acted_prefix)),
+            key=len,
+            default=b"",
+        )
         if not before or acted[before].repeats is not None:
             continue
         earlier, start = acted[before], len(before) // call.prompt.itemsize
-        new, others = call.prompt[start:], known.setdefault(before, [])
+        new, others = call.prompt[start:], branches.setdefault(before, [])
         first = start + max((_common(new, other) for other in others), default=0)
-        found[index] = [(at, name) for at, name in observations(call, earlier) if at >= first]
+        by_call[index] = [(at, name) for at, name in observations(call, earlier) if at >= first]
         others.append(new)
-    return found
+    return by_call
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -265,8 +279,8 @@ class _Branch:
     calls: list[int] = field(default_factory=list)
 
 
-def _row(branch: _Branch, every: Sequence[Transition], seen: Observed) -> TokenRow:
-    calls = [every[index] for index in branch.calls]
+def _row(branch: _Branch, all_calls: Sequence[Transition], observed: Observed) -> TokenRow:
+    calls = [all_calls[index] for index in branch.calls]
     sizes = torch.tensor([len(call.completion) for call in calls])
     spans = [(len(call.prompt), len(call.prompt) + len(call.completion)) for call in calls]
     # Log-probs of greedy calls are those of the model itself (see engines.base).
@@ -277,7 +291,7 @@ def _row(branch: _Branch, every: Sequence[Transition], seen: Observed) -> TokenR
         logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
         temperature=torch.tensor(temperatures).repeat_interleave(sizes),
         transition=torch.tensor(branch.calls).repeat_interleave(sizes),
-        observed=_ids(at for index in branch.calls for at, _ in seen.get(index, ())),
+        observed=_ids(at for index in branch.calls for at, _ in observed.get(index, ())),
     )
 
 
@@ -288,12 +302,12 @@ def _merge_each(
     source of each observation."""
     rows, numbers, sources, first = list[TokenRow](), list[int](), list[str](), 0
     for number, calls in enumerate(attempts):
-        seen: Observed = {} if observations is None else _observed(calls, observations)
-        for row in merge(calls, seen):
+        observed: Observed = {} if observations is None else _observed(calls, observations)
+        for row in merge(calls, observed):
             rows.append(replace(row, transition=row.transition + first))
             numbers.append(number)
-            own = dict.fromkeys(row.transition.tolist())
-            sources += [source for call in own for _, source in seen.get(call, ())]
+            row_calls = dict.fromkeys(row.transition.tolist())
+            sources += [source for call in row_calls for _, source in observed.get(call, ())]
         first += len(calls)
     return rows, numbers, sources
 
@@ -380,9 +394,9 @@ def _by_target(rollout: Rollout, name: str) -> dict[str, float]:
 
 def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
     """The roles of a rollout that were not played by `policy`."""
-    own = {call.role for call in rollout.transitions if call.policy == policy}
+    played = {call.role for call in rollout.transitions if call.policy == policy}
     seated = {role for role, name in rollout.seats.items() if name != policy}
-    return seated.union(call.role for call in rollout.transitions) - own
+    return seated.union(call.role for call in rollout.transitions) - played
 
 
 def check_rewards(
@@ -392,14 +406,14 @@ def check_rewards(
     with an unknown role or call as target. A reward that only some rollouts have is not an error.
     step: counted from 1, for messages."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
+    succeeded = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
     where = f"of the {len(rollouts)} rollouts{'' if step is None else f' of step {step}'}"
     present = {reward_reference(row) for rollout in rollouts for row in rollout.rewards}
     for name in references:
-        if name not in present and done:
+        if name not in present and succeeded:
             hint = nearest(name, present) if present else "they have no reward at all"
             raise TrainingError(
-                f"algorithm.options: none {where}, {done} of which succeeded, has a reward "
+                f"algorithm.options: none {where}, {succeeded} of which succeeded, has a reward "
                 f"{name!r}; {hint}. Let the verifier return it, or name another reward"
             )
         _check_targets(rollouts, name, where)
@@ -414,12 +428,12 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
     lost: list[str] = []
     for rollout in rollouts:
         calls = {call.id for call in rollout.transitions}
-        known = roles if scope is Scope.ROLE else calls
-        lost += [target for target in _by_target(rollout, name) if target not in known]
+        targets = roles if scope is Scope.ROLE else calls
+        lost += [target for target in _by_target(rollout, name) if target not in targets]
     if lost:
-        what = "role" if scope is Scope.ROLE else "call"
-        hint = f"; {nearest(lost[0], roles)}" if what == "role" and roles else ""
+        kind = "role" if scope is Scope.ROLE else "call"
+        hint = f"; {nearest(lost[0], roles)}" if kind == "role" and roles else ""
         raise TrainingError(
-            f"{len(lost)} rewards {name!r} {where} name a {what} that no call has, "
+            f"{len(lost)} rewards {name!r} {where} name a {kind} that no call has, "
             f"such as {lost[0]!r}{hint}"
         )

@@ -67,8 +67,8 @@ class AnswerTexts:
         with their indices in the request."""
         first = len(earlier.messages) + 1
         new = enumerate(call.messages[first:], first)
-        found = takewhile(lambda each: each[1].get("role") != "assistant", new)
-        return [(number, message) for number, message in found if _text(message).strip()]
+        answering = takewhile(lambda pair: pair[1].get("role") != "assistant", new)
+        return [(number, message) for number, message in answering if _text(message).strip()]
 
     def span(
         self, text: bytes, cursor: int, call: Transition, number: int
@@ -129,8 +129,8 @@ def source_of(message: Message, answered: Message) -> str:
         return str(message.get("role"))
     calls = answered.get("tool_calls")
     names = {
-        str(each.get("id")): str(each.get("function", {}).get("name"))
-        for each in (calls if isinstance(calls, list) else [])
+        str(call.get("id")): str(call.get("function", {}).get("name"))
+        for call in (calls if isinstance(calls, list) else [])
     }
     only = next(iter(names.values())) if len(names) == 1 else "tool"
     return str(message.get("name") or names.get(str(message.get("tool_call_id")), only))

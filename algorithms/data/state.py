@@ -124,8 +124,8 @@ class AlgorithmState:
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
         """Compute the columns for the batch and the next state. Pure: `adopt` changes the state."""
-        found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
-        rollouts = [found[name] for name in batch.rollouts]
+        by_id = {rollout.id: rollout for group in groups for rollout in group.rollouts}
+        rollouts = [by_id[name] for name in batch.rollouts]
         read = {m.name: m.recall(self.parts[m.name], batch, rollouts) for m in self.remembered}
         columns = {name: column for name, (column, _) in read.items()}
         return Recalled(columns, {name: after for name, (_, after) in read.items()})

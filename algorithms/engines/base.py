@@ -197,6 +197,6 @@ async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[Poli
                 raise failure.result()
         return await task
     finally:
-        for each in (task, *failures):
-            each.cancel()
+        for future in (task, *failures):
+            future.cancel()
         await asyncio.gather(task, *failures, return_exceptions=True)

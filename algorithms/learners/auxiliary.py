@@ -144,24 +144,26 @@ def load_auxiliary(
     that names it. head: see `load_model`. Raises PolicyError if it cannot be loaded or has another
     vocabulary."""
     try:
-        model, own = load_model(name, device="cpu", template=False, head=head)
+        model, its_tokenizer = load_model(name, device="cpu", template=False, head=head)
     except PolicyError as error:
         raise PolicyError(f"{key}: {error}") from None
-    check_vocabulary(key, name, own, tokenizer)
+    check_vocabulary(key, name, its_tokenizer, tokenizer)
     if (inputs := inputs_of(policy)) and (why := inputs.check(model)):
         raise PolicyError(f"{key} = {name!r}: {why}")
     return model.to(device=policy.device, dtype=policy.dtype)
 
 
 def check_vocabulary(
-    key: str, name: str, own: Tokenizer, tokenizer: Tokenizer, *, added: str = ""
+    key: str, name: str, its_tokenizer: Tokenizer, tokenizer: Tokenizer, *, added: str = ""
 ) -> None:
     """Raise PolicyError unless both tokenizers have the same vocabulary. added: a token that only
-    `own` may have."""
-    vocabulary = {token: number for token, number in own.get_vocab().items() if token != added}
+    `its_tokenizer` may have."""
+    vocabulary = {
+        token: number for token, number in its_tokenizer.get_vocab().items() if token != added
+    }
     if vocabulary != tokenizer.get_vocab():
         raise PolicyError(
-            f"{key} = {name!r}: its vocabulary ({len(own)} tokens) is not the policy's "
+            f"{key} = {name!r}: its vocabulary ({len(its_tokenizer)} tokens) is not the policy's "
             f"({len(tokenizer)}), so it cannot read the policy's tokens; choose a model of the "
             "same family"
         )

@@ -75,9 +75,9 @@ def torch_learner(
 ) -> TorchLearner:
     """The built-in factory of a learner. Raises PolicyError for models that cannot be loaded or
     trained."""
-    own, start = config.learner, model.name_or_path
-    assert isinstance(own, TorchLearnerConfig)
-    if own.liger_kernel:
+    settings, start = config.learner, model.name_or_path
+    assert isinstance(settings, TorchLearnerConfig)
+    if settings.liger_kernel:
         use_liger(model)
     kind = TorchLearner if inputs_of(model) is None else ImageTextLearner
     return kind(
@@ -87,15 +87,15 @@ def torch_learner(
         frozen=make_frozen_models(config, algo, model, tokenizer, start),
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
-        token_budget=own.token_budget,
-        packing=own.packed,
-        gradient_checkpointing=own.gradient_checkpointing,
-        fp32_head=own.fp32_head,
-        optimizer=own.optimizer,
-        threads=_threads(own.threads, model),
+        token_budget=settings.token_budget,
+        packing=settings.packed,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        fp32_head=settings.fp32_head,
+        optimizer=settings.optimizer,
+        threads=_threads(settings.threads, model),
         adapters=adapters,
         policy=name,
-        offload=own.offload,
+        offload=settings.offload,
         release=config.engine.frees_gpu,
     )
 
@@ -129,8 +129,8 @@ def make_critic(
     decoder, width = None, policy.config.get_text_config().hidden_size
     if settings.model != "shared":
         name = start if settings.model == "copy" else config.model_source(settings.model)
-        whole = load_auxiliary("critic.model", name, policy, tokenizer, head=False)
-        decoder = whole.base_model
+        model = load_auxiliary("critic.model", name, policy, tokenizer, head=False)
+        decoder = model.base_model
     return ValueModel(
         policy,
         decoder,
@@ -144,8 +144,8 @@ def make_critic(
 def caches_reference(config: RunConfig, algo: Algo) -> bool:
     """Whether the reference's log-probs come from the store instead of a model in memory."""
     # Prompts with the privileged text.
-    told = algo.telling is not None and algo.telling.teacher == "reference"
-    cached = "reference" in algo.needs and not config.reference.every and not told
+    reads_privileged = algo.telling is not None and algo.telling.teacher == "reference"
+    cached = "reference" in algo.needs and not config.reference.every and not reads_privileged
     return not config.plays_rollouts and cached
 
 
@@ -218,9 +218,9 @@ def _check_fit(config: RunConfig, algo: Algo, learner: Learner) -> None:
     kind = f"learner.kind = {config.learner.kind!r}"
     optional = {"values": algo.reads_critic, "top_tokens": algo.topk, "entropy": algo.entropy,
                 "observations": algo.echo}  # fmt: skip
-    given = {"teacher": config.teacher_server, "reference": caches_reference(config, algo)}
+    elsewhere = {"teacher": config.teacher_server, "reference": caches_reference(config, algo)}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
-    needed -= {stream for stream, is_given in given.items() if is_given}
+    needed -= {stream for stream, is_given in elsewhere.items() if is_given}
     if missing := sorted(needed - learner.supplies):
         raise ConfigError(
             f"{kind}: algorithm.preset = {algo.name!r} reads {', '.join(missing)}, and the learner "

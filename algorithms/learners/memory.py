@@ -21,7 +21,9 @@ MB = 10**6
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     """The layers that support gradient checkpointing. Raises PolicyError if there are none."""
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise PolicyError(
             f"learner.gradient_checkpointing: {type(model).__name__} has no layers that "
@@ -75,5 +77,5 @@ def process_peak() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; torch has an error class for GPUs, and only a message on the CPU."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "DefaultCPUAllocator" in str(error)
+    has_type = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return has_type or "DefaultCPUAllocator" in str(error)

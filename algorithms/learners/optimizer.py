@@ -185,17 +185,17 @@ def read_state(
     try:
         with safe_open(directory / FILE, framework="pt") as file:
             metadata = file.metadata() or {}
-            found, unused = metadata.get("optimizer"), json.loads(metadata.get(UNUSED, "[]"))
+            saved_kind, unused = metadata.get("optimizer"), json.loads(metadata.get(UNUSED, "[]"))
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DamagedError(
             f"checkpoint {directory}: {FILE} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None
-    if found != kind:
+    if saved_kind != kind:
         raise PolicyError(
-            f"checkpoint {directory}: its optimizer is {found!r}, not {kind!r}; set "
-            f"learner.optimizer = {found!r}, or start a new run from these weights"
+            f"checkpoint {directory}: its optimizer is {saved_kind!r}, not {kind!r}; set "
+            f"learner.optimizer = {saved_kind!r}, or start a new run from these weights"
         )
     _check(directory, saved, parameters, unused)
     return saved
@@ -213,9 +213,9 @@ def _check(
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
     expected = [(moments | set(unused), set(parameters) if moments or unused else set())]
     expected.append((masters, {name for name, p in parameters.items() if p.dtype in NARROW}))
-    for found, wanted in expected:
-        for name in sorted(found ^ wanted):
-            where = "in the file, not in the policy" if name in found else "only in the policy"
+    for in_file, wanted in expected:
+        for name in sorted(in_file ^ wanted):
+            where = "in the file, not in the policy" if name in in_file else "only in the policy"
             raise PolicyError(
                 f"checkpoint {directory}: {FILE} is of another model ({name} is {where}); "
                 "resume with the model and policy.dtype it was made with"

@@ -71,10 +71,11 @@ class WeightCopy:
 
     @torch.no_grad()
     def shrink(self, weights: Iterable[Tensor], share: float) -> None:
-        """Leave the weights this share of their way from the copy; 0: at the copy, bit by bit."""
+        """Scale the weights' distance from the copy by this share; 0: restore the copy bit by
+        bit."""
         for copy, weight in zip(self.kept, weights, strict=True):
-            there = copy.to(weight.device)
-            weight.copy_(there.lerp(weight, share) if share else there)
+            start = copy.to(weight.device)
+            weight.copy_(start.lerp(weight, share) if share else start)
 
 
 class TorchLearner(PolicyWeights):
@@ -123,7 +124,10 @@ class TorchLearner(PolicyWeights):
         self.packing, self.token_budget = supported_packing(model, packing), token_budget
         decoders = [model, critic.decoder] if critic and critic.decoder else [model]
         self.recomputed = [
-            layer for each in decoders if gradient_checkpointing for layer in memory.layers_of(each)
+            layer
+            for decoder in decoders
+            if gradient_checkpointing
+            for layer in memory.layers_of(decoder)
         ]
         self.fp32_head = fp32_head
         number = threads or torch.get_num_threads()
@@ -285,7 +289,7 @@ class TorchLearner(PolicyWeights):
     def _backward(
         self,
         batch: Batch,
-        given: LossCoefficients,
+        psi: LossCoefficients,
         terms: ValueTerms | None,
         bonus: Tensor | None,
         observed: Tensor | None,
@@ -303,13 +307,13 @@ class TorchLearner(PolicyWeights):
         packs = pack_rows(batch.rows, self.packing, self.token_budget, batch.row_unit)
         if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
             packs = pack_rows(batch.rows, self.packing, self.token_budget)
-            given = self._computed(packs, given, batch.n_tokens)
+            psi = self._computed(packs, psi, batch.n_tokens)
         for pack in packs:
             read_pack = pack if observed is None else pack.with_observations()
             with self._recomputing():
-                every = self._forward(read_pack, self.model, bonus is not None)
+                forwarded = self._forward(read_pack, self.model, bonus is not None)
             n = len(pack.index)
-            p, entropy, hidden = (x[:n] for x in every)
+            p, entropy, hidden = (x[:n] for x in forwarded)
             current = p.detach().cpu()
             logprobs_N[pack.index] = current.float()
             entropy_N[pack.index] = entropy.detach().float().cpu()
@@ -323,7 +327,7 @@ class TorchLearner(PolicyWeights):
                 with torch.no_grad():  # the graph is large, and rarely needed
                     read = self._others(*inputs).cpu()
                 topk_logprobs[pack.index] = read.float()
-            coefficients_n = given(read, pack.index)
+            coefficients_n = psi(read, pack.index)
             if coefficients_n.dim() == 2:
                 current, root = read, self._others(*inputs)
             report.loss -= float((coefficients_n.double() * current.double()).sum())
@@ -335,10 +339,10 @@ class TorchLearner(PolicyWeights):
                 gradients.append(-bonus_n)
             if observed is not None:
                 weights_o = observed[pack.observed_index].to(p)
-                said = every[0][n:]
-                report.loss -= float(weights_o @ said.detach())
-                report.observations[pack.observed_index] = said.detach().float().cpu()
-                roots.append(said)
+                observed_logprobs = forwarded[0][n:]
+                report.loss -= float(weights_o @ observed_logprobs.detach())
+                report.observations[pack.observed_index] = observed_logprobs.detach().float().cpu()
+                roots.append(observed_logprobs)
                 gradients.append(-weights_o)
             if self.critic and terms is not None:
                 if self.critic.decoder is not None:
@@ -356,14 +360,14 @@ class TorchLearner(PolicyWeights):
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)
         return report
 
-    def _computed(self, packs: list[Pack], given: LossCoefficients, n: int) -> LossCoefficients:
+    def _computed(self, packs: list[Pack], psi: LossCoefficients, n: int) -> LossCoefficients:
         """psi of the current log-probs, from a separate forward pass, because packs may split
         units."""
         p_N = torch.empty(n, dtype=torch.float64)
         with torch.no_grad():
             for pack in packs:
                 p_N[pack.index] = self._forward(pack, self.model)[0].double().cpu()
-        return partial(fixed_coefficients, given(p_N, torch.arange(n)))
+        return partial(fixed_coefficients, psi(p_N, torch.arange(n)))
 
     def _recomputing(self) -> AbstractContextManager[None]:
         return memory.recomputing(self.recomputed) if self.recomputed else nullcontext()
@@ -384,9 +388,9 @@ class TorchLearner(PolicyWeights):
         """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
         them."""
         hidden_NH, to = hidden_states(model, pack), model.device
-        given = hidden_NH, pack.actions.to(to), pack.temperature.to(to)
+        inputs = hidden_NH, pack.actions.to(to), pack.temperature.to(to)
         logprobs_N, entropy_N = action_logprobs(
-            model.get_output_embeddings(), *given, fp32=self.fp32_head, learn_entropy=learn_entropy
+            model.get_output_embeddings(), *inputs, fp32=self.fp32_head, learn_entropy=learn_entropy
         )
         return logprobs_N, entropy_N, hidden_NH
 

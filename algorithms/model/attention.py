@@ -2,15 +2,15 @@
 
 The policy server attends from rows of unequal length to cached keys, the learner along the branches
 of a forest, and both use one model object. So one function is registered with transformers under
-`NAME`; a forward pass with `plan=` follows the plan, one without is ordinary SDPA.
+`NAME`: a forward pass with `plan=` follows the plan, any other is ordinary SDPA.
 
 In a forest in depth-first order (see `packing`) a node attends to its ancestors and itself. On the
 CPU the nodes are cut into contiguous blocks. The queries of a block attend to its keys in one
-product, causal or with a small mask. Keys of a block whose subtree extends beyond it are attended
-to by one range of later queries, all their descendants. So no key is copied and no pair across
-branches is computed; the parts of a query's result are combined by their log-sum-exp, forward and
-backward (as in ring attention, arXiv 2310.01889). On a GPU it is one FlexAttention kernel with a
-block mask.
+product, causal or with a small mask. If the subtree of a key extends beyond its block, all its
+later descendants are one range of queries, which attend to it in another product. So no key is
+copied and no pair across branches is computed. The partial results of a query are combined by their
+log-sum-exp, forward and backward (as in ring attention, arXiv 2310.01889). On a GPU it is one
+FlexAttention kernel with a block mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.core.errors import PolicyError
 
 NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # passed as mask, so that none is computed
-# Arguments of attention functions with which layers change scores; no plan supports them.
+# Arguments by which layers change attention scores; no plan supports them.
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "alibi")
 
 KEY_BLOCK = 256  # keys that the policy server attends to in one product
@@ -76,10 +76,10 @@ def incompatibility(model: torch.nn.Module) -> str | None:
         return "caps its attention scores"
     if not (network._supports_attention_backend and network._supports_sdpa):
         return "has an attention of its own"
-    for each in _ropes(config):
+    for rope in _ropes(config):
         # the rotary frequencies of every call would depend on the longest call
-        if each.get("rope_type") in ("dynamic", "longrope"):
-            return f"has {each['rope_type']!r} rotary positions"
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            return f"has {rope['rope_type']!r} rotary positions"
     return None
 
 
@@ -110,14 +110,14 @@ def longrope_threshold(model: torch.nn.Module) -> int | None:
     if not any(rope.get("rope_type") == "longrope" for rope in ropes):
         return None
     names = [rope.get("original_max_position_embeddings") for rope in ropes]
-    own = getattr(config, "original_max_position_embeddings", None)
-    return next((each for each in (*names, own) if each), context_length(model))
+    top_level = getattr(config, "original_max_position_embeddings", None)
+    return next((length for length in (*names, top_level) if length), context_length(model))
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """The parameters of rotary positions; layers may have different ones."""
     rope = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in rope.values() if isinstance(each, dict)]
+    nested = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
     return [rope, *nested]
 
 
@@ -156,8 +156,8 @@ def attention(
         )
         return output
     if any(kwargs.get(name) is not None for name in CHANGES_SCORES):
-        given = next(name for name in CHANGES_SCORES if kwargs.get(name) is not None)
-        raise PolicyError(f"its layers change attention scores by {given!r}")
+        changed = next(name for name in CHANGES_SCORES if kwargs.get(name) is not None)
+        raise PolicyError(f"its layers change attention scores by {changed!r}")
     if attention_mask is not None and attention_mask.shape != UNUSED.shape:
         raise PolicyError("its layers compute attention masks of their own")
     # Contiguous, as transformers' own functions return it: some models take a view of it.
@@ -236,11 +236,11 @@ def kernel_options(query: Tensor) -> dict[str, Any]:
     or chooses badly. ROWS_GUARANTEED_SAFE is not one of them: a query sees itself, but not always a
     key of the first block it reads."""
     # For varying lengths torch compiles a kernel that compares each index with the length.
-    known: dict[str, Any] = {"IS_DIVISIBLE": True} if query.shape[2] % FLEX_BLOCK == 0 else {}
+    options: dict[str, Any] = {"IS_DIVISIBLE": True} if query.shape[2] % FLEX_BLOCK == 0 else {}
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) == (9, 0)
     if hopper and query.shape[3] == 64 and query.dtype.itemsize == 2:
-        known |= HOPPER_64
-    return known
+        options |= HOPPER_64
+    return options
 
 
 @cache
@@ -253,25 +253,25 @@ def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) ->
     `dtype`. The diagonal blocks come first and contain every query."""
 
     def mask(queries: slice, keys: slice) -> Tensor:
-        seen = visible(end, depth, queries, keys, window)
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, HIDDEN_SCORE)
+        attended = visible(end, depth, queries, keys, window)
+        return torch.zeros(attended.shape, dtype=dtype).masked_fill_(~attended, HIDDEN_SCORE)
 
     blocks = _blocks(end, window)
-    found = []
+    result = []
     for start, stop in blocks:
-        own = slice(start, stop)
+        block = slice(start, stop)
         one_branch = window is None and int(end[start:stop].min()) >= stop
-        found.append(Tile(own, own, one_branch, None if one_branch else mask(own, own)))
+        result.append(Tile(block, block, one_branch, None if one_branch else mask(block, block)))
     for start, stop in blocks:
         for keys, last in _open(end, start, stop):
             if window is None:
-                found.append(Tile(slice(stop, last), keys))
+                result.append(Tile(slice(stop, last), keys))
                 continue
             for first in range(stop, last, FLEX_BLOCK):
                 queries = slice(first, min(first + FLEX_BLOCK, last))
                 if int(depth[queries].min()) - int(depth[keys].max()) < window:
-                    found.append(Tile(queries, keys, mask=mask(queries, keys)))
-    return found
+                    result.append(Tile(queries, keys, mask=mask(queries, keys)))
+    return result
 
 
 def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
@@ -309,10 +309,10 @@ def visible(end: Tensor, depth: Tensor, queries: slice, keys: slice, window: int
     """Attention mask of nodes, bool [queries, keys]."""
     number = torch.arange(len(end))
     q, k = number[queries, None], number[None, keys]
-    seen = (k <= q) & (q < end[None, keys])
+    attended = (k <= q) & (q < end[None, keys])
     if window is not None:
-        seen &= depth[queries, None] - depth[None, keys] < window
-    return seen
+        attended &= depth[queries, None] - depth[None, keys] < window
+    return attended
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Tokenizer = Any  # transformers' tokenizers share no typed base class
 CACHED_PIECES = 2**26  # bytes of cached encodings of texts between special tokens
 TOKEN_BYTES = 36  # memory of a token id in a Python sequence
-LARGE = 2**16  # characters from which a text is encoded aside, so that other threads can run
+LARGE = 2**16  # characters from which a text is encoded without blocking other Python threads
 MAX_SPLIT_CHARS = 2**20  # characters of a text that is encoded in pieces
 SPREAD = 1024  # assumed maximum bytes per token, if a token may stand for any number of bytes
 KEPT = {"ByteLevel", "Split", "Digits", "Metaspace", "Sequence", "Punctuation", "UnicodeScripts"}
@@ -56,24 +56,24 @@ class TooLongError(ValueError):
 class ByteCache(Generic[T]):
     """The values that were used last, up to a number of bytes. For any thread."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._size, self._lock = most, 0, Lock()
-        self._found: OrderedDict[object, tuple[T, int]] = OrderedDict()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._size, self._lock = limit, 0, Lock()
+        self._entries: OrderedDict[object, tuple[T, int]] = OrderedDict()
 
     def get(self, key: object) -> T | None:
         with self._lock:
-            if (entry := self._found.get(key)) is None:
+            if (entry := self._entries.get(key)) is None:
                 return None
-            self._found.move_to_end(key)
+            self._entries.move_to_end(key)
             return entry[0]
 
     def put(self, key: object, value: T, size: int) -> None:
         """size: bytes of key and value."""
         with self._lock:
-            self._size += size - self._found.pop(key, (value, 0))[1]
-            self._found[key] = value, size
-            while self._size > self._most:
-                _, (_, freed) = self._found.popitem(last=False)
+            self._size += size - self._entries.pop(key, (value, 0))[1]
+            self._entries[key] = value, size
+            while self._size > self._limit:
+                _, (_, freed) = self._entries.popitem(last=False)
                 self._size -= freed
 
     @property
@@ -116,15 +116,15 @@ class Codec:
         # of a request besides the model.
         ids, new = list[int](), dict[str, list[int]]()
         for piece in filter(None, self._special_tokens.split(text)):
-            found = self._pieces.get(piece) or new.get(piece)
-            if found is None:
-                found = new[piece] = self._encode(piece)
-            ids += found
+            encoded = self._pieces.get(piece) or new.get(piece)
+            if encoded is None:
+                encoded = new[piece] = self._encode(piece)
+            ids += encoded
             if len(ids) > 2 * self.limit:
                 raise TooLongError(f"over {len(ids)} tokens")
         if len(ids) < self.limit:
-            for piece, found in new.items():
-                self._pieces.put(piece, found, 4 * len(piece) + TOKEN_BYTES * len(found))
+            for piece, encoded in new.items():
+                self._pieces.put(piece, encoded, 4 * len(piece) + TOKEN_BYTES * len(encoded))
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -134,7 +134,7 @@ class Codec:
         return self._encode(text, special=True)
 
     def check(self, text: str) -> None:
-        """Raise TooLongError for a text of so many bytes that no tokens below `limit` have them."""
+        """Raise TooLongError for a text with more bytes than any `limit` - 1 tokens can have."""
         if 4 * len(text) > self.most_bytes and (size := len(text.encode())) > self.most_bytes:
             raise TooLongError(f"{size} bytes")
 
@@ -161,18 +161,18 @@ class Codec:
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         """special: with the special tokens that the tokenizer adds."""
         if self._backend is None:
-            found = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            encoded = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         elif len(text) <= LARGE:
-            found = self._backend.encode(text, add_special_tokens=special).ids
+            encoded = self._backend.encode(text, add_special_tokens=special).ids
         else:
-            found = self._encode_large(text, special)
-        ids: list[int] = found
+            encoded = self._encode_large(text, special)
+        ids: list[int] = encoded
         return ids
 
     def _encode_large(self, text: str, special: bool) -> list[int]:
-        """Encode the start of a text first, which can show that it is too long: the rest changes
-        only the tokens next to the cut. Encoding a whole text takes over a hundred times its
-        memory."""
+        """Encode the start of a text first, which can show that the text is too long, because the
+        rest changes only the tokens next to the cut. Encoding a whole text takes over a hundred
+        times its memory."""
         size = len(text) if math.isinf(self.limit) else max(LARGE, 16 * int(self.limit))
         while size < len(text):
             if (count := len(self._encode_aside(text[:size], special))) > 2 * self.limit:
@@ -183,8 +183,8 @@ class Codec:
     def _encode_aside(self, text: str, special: bool) -> list[int]:
         """`backend.encode` in pieces, because it blocks other Python threads."""
         assert self._backend is not None
-        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = found.ids
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def _special_token_pattern(self) -> re.Pattern[str] | None:
@@ -201,7 +201,8 @@ class Codec:
 
 def bytes_per_token(tokenizer: Tokenizer) -> int:
     """Maximum bytes of text per token. If a token may stand for any number of bytes, such as that
-    of unknown words, at least SPREAD: a model with more on average would be useless."""
+    of unknown words, the result is at least SPREAD: a model with more on average would be
+    useless."""
     vocabulary = tokenizer.get_vocab()
     longest = max((len(text.encode()) for text in vocabulary), default=1)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -250,20 +251,20 @@ class TextStream:
 
     def _add(self, tokens: Sequence[int], *, last: bool) -> str:
         self._tokens += tokens
-        known = self._codec.decode(self._tokens[self._shown : self._read])
+        read = self._codec.decode(self._tokens[self._shown : self._read])
         text = self._codec.decode(self._tokens[self._shown :])
         if last or not text.endswith("\ufffd"):
-            self._text += text[len(known) :]
+            self._text += text[len(read) :]
             self._shown, self._read = self._read, len(self._tokens)
         if self.stopped:
             return ""
         keep = 0 if last else self._keep
-        whole = text_before_stop(self._text, self._stop)
-        if len(whole) < len(self._text):
+        kept = text_before_stop(self._text, self._stop)
+        if len(kept) < len(self._text):
             self.stopped, keep = True, 0
-        end = max(len(whole) - keep, 0)
-        given, self._text = whole[:end], whole[end:]
-        return given
+        end = max(len(kept) - keep, 0)
+        final, self._text = kept[:end], kept[end:]
+        return final
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:
@@ -320,7 +321,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
         self._prompts = ByteCache[tuple[int, ...]](CACHED_PROMPTS)
-        # A sentence, once the template dropped a request's tools.
+        # A sentence, set when the template has dropped a request's tools.
         self.blind: Future[str] = Future()
         # Digests of tool definitions that the template has rendered.
         self._shown: set[bytes] = set()
@@ -338,12 +339,12 @@ class Chat:
 
         Raises RequestError if they are not valid for chat completions, and TooLongError."""
         key = messages, tools, options
-        found = self._prompts.get(key)
-        if found is None:
-            found = self._prompt(*key)
-            if len(found) < self._codec.limit:  # otherwise it is rejected
-                self._prompts.put(key, found, sum(map(len, key)) + TOKEN_BYTES * len(found))
-        return found
+        tokens = self._prompts.get(key)
+        if tokens is None:
+            tokens = self._prompt(*key)
+            if len(tokens) < self._codec.limit:  # otherwise it is rejected
+                self._prompts.put(key, tokens, sum(map(len, key)) + TOKEN_BYTES * len(tokens))
+        return tokens
 
     def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
         conversation = [self.message(item, index) for index, item in enumerate(_list(messages))]
@@ -405,7 +406,7 @@ class Chat:
         continue the tokens of the model's answer. The messages are rendered with marks in place of
         the arguments to find their positions. Arguments that a template does not serialise as JSON
         stay unchanged. Changes `messages`."""
-        found: list[tuple[str, str, str]] = []  # mark, as serialised, as written
+        replaced: list[tuple[str, str, str]] = []  # mark, as serialised, as written
         calls = (call for message in messages for call in message.get("tool_calls") or ())
         for function in (call["function"] for call in calls):
             arguments = function.get("arguments")
@@ -413,13 +414,16 @@ class Chat:
             if isinstance(arguments, WrittenArguments) and arguments.written != serialised:
                 function["arguments"] = {uuid4().hex: 0}
                 mark = json.dumps(function["arguments"])
-                found.append((mark, serialised, arguments.written))
-        if not found:
+                replaced.append((mark, serialised, arguments.written))
+        if not replaced:
             return text
-        again = written = self._render(messages, tools, settings)
-        for mark, serialised, own in found:
-            again, written = again.replace(mark, serialised), written.replace(mark, own)
-        return written if again == text else text
+        reserialised = written = self._render(messages, tools, settings)
+        for mark, serialised, original in replaced:
+            reserialised, written = (
+                reserialised.replace(mark, serialised),
+                written.replace(mark, original),
+            )
+        return written if reserialised == text else text
 
     def _render(
         self, messages: list[dict[str, Json]], tools: Json, settings: dict[str, Json]
@@ -449,7 +453,8 @@ def warn_described(fix: str) -> None:
 
 def is_described(tool: dict[str, Json], text: str) -> bool:
     """Whether a prompt has a tool's name and the first line of its description, as text or in JSON;
-    of a tool that has none, its name as others are written: name(, "name", `name` or name:."""
+    for a tool without a description, whether its name is written as name(, "name", `name` or
+    name:."""
     function = tool.get("function", tool)
     if not isinstance(function, dict):
         return False
@@ -461,7 +466,7 @@ def is_described(tool: dict[str, Json], text: str) -> bool:
         return bool(re.search(rf"""(?<!\w){named}[(:]|["'`]{named}["'`]""", text))
     words, shown = " ".join(description.strip().splitlines()[0].split()), " ".join(text.split())
     written = [json.dumps(words, ensure_ascii=plain)[1:-1] for plain in (False, True)]
-    return any(one in shown for one in (words, *written))
+    return any(spelling in shown for spelling in (words, *written))
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:
@@ -526,13 +531,13 @@ def _call(call: Json, where: str) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _arguments(given: Json) -> Json:
+def _arguments(arguments: Json) -> Json:
     """Arguments as objects: templates serialise them, and would quote a string twice. Malformed
     ones, written by the model, are left unchanged."""
     try:
-        values = json.loads(given) if isinstance(given, str) else given
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return given
-    if isinstance(given, str) and isinstance(values, dict):
-        return WrittenArguments(values, given.strip())
+        return arguments
+    if isinstance(arguments, str) and isinstance(values, dict):
+        return WrittenArguments(values, arguments.strip())
     return values

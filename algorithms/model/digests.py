@@ -36,12 +36,16 @@ def check(directory: Path) -> None:
 
     `directory` may also be a part of the directory that has the digests. Directories without
     digests, from other programs or earlier versions, pass."""
-    root = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
+    root = next(
+        (folder for folder in (directory, directory.parent) if (folder / FILE).is_file()), None
+    )
     if root is None:
         return
-    known = {file: digest for file, digest in _read(root) if file.is_relative_to(directory)}
-    missing = [file for file in known if not file.is_file()]
-    damaged = missing or [file for file, found in _digests(known).items() if found != known[file]]
+    expected = {file: digest for file, digest in _read(root) if file.is_relative_to(directory)}
+    missing = [file for file in expected if not file.is_file()]
+    damaged = missing or [
+        file for file, actual in _digests(expected).items() if actual != expected[file]
+    ]
     if damaged:
         names = ", ".join(str(file.relative_to(root)) for file in damaged)
         raise DamagedError(
@@ -53,12 +57,12 @@ def check(directory: Path) -> None:
 def _read(root: Path) -> Iterator[tuple[Path, str]]:
     text = (root / FILE).read_text(encoding="utf-8", errors="replace")
     for line in text.removesuffix("\n").split("\n"):
-        found = LINE.fullmatch(line)
-        if found is None or not text.endswith("\n"):
+        match = LINE.fullmatch(line)
+        if match is None or not text.endswith("\n"):
             raise DamagedError(
                 f"checkpoint {root}: {FILE} is damaged; restore a copy, or use another checkpoint"
             )
-        yield root / found[2], found[1]
+        yield root / match[2], match[1]
 
 
 def _digests(files: Iterable[Path]) -> dict[Path, str]:

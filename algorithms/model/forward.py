@@ -50,7 +50,7 @@ log = logging.getLogger("agentrl.algorithm")
 
 Way = Literal["packed", "padded", "plain"]
 # Allowed difference from a model's own forward pass: of log-probs in nats, and of gradients
-# relative to the largest one. Another order of sums changes them by less than a hundredth of it.
+# relative to the largest one. A different order of sums causes less than a hundredth of it.
 TOLERANCE = 5e-4
 ROUNDING = 1e-5  # the same for gradients in padded batches, if rows can be computed alone
 SHORT_FLOATS = 0.25  # nats: allowed difference of log-probs of a 16-bit model without a small copy
@@ -123,7 +123,7 @@ def decoder_of(model: PreTrainedModel) -> Module:
     base: Module = model.base_model
     if base is not model or not has_head:
         return base
-    inner = (each for each in Module.children(model) if hasattr(each, "config"))
+    inner = (child for child in Module.children(model) if hasattr(child, "config"))
     return next(inner, base)
 
 
@@ -230,28 +230,30 @@ def _is_causal(model: PreTrainedModel, rows: Sequence[Tensor]) -> bool:
     """Whether log-probs of the model's own forward pass do not depend on later tokens."""
 
     def logprobs(tokens: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
-        return found
+        logprobs_TV: Tensor = (
+            model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        )
+        return logprobs_TV
 
     with torch.no_grad():
         for tokens in rows:
-            whole = logprobs(tokens)
-            most = TOLERANCE if whole.dtype in (torch.float32, torch.float64) else SHORT_FLOATS
+            full = logprobs(tokens)
+            tolerance = TOLERANCE if full.dtype in (torch.float32, torch.float64) else SHORT_FLOATS
             for size in {len(tokens) - 1, max(1, len(tokens) - 10), len(tokens) // 2}:
-                apart = (whole[:size] - logprobs(tokens[:size])).abs().max()
-                if not float(apart) <= most:
+                gap = (full[:size] - logprobs(tokens[:size])).abs().max()
+                if not float(gap) <= tolerance:
                     return False
     return True
 
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
-    """`packing`, or "rows" if only that is right; logs in a line how the model is computed and why.
-    Raises PolicyError for a model that cannot be computed."""
+    """`packing`, or "rows" if only that is correct; logs one line on how the model is computed and
+    why. Raises PolicyError for a model that cannot be computed."""
     proof, name = prove(model), repr(model.config.model_type)
-    found: Packing = "rows" if packing == "rows" else proof.packing
-    if proof.way == "packed" and found == packing:
-        log_phase(log, f"model type {name} is trained in packs ({found}): {proof}")
-        return found
+    possible: Packing = "rows" if packing == "rows" else proof.packing
+    if proof.way == "packed" and possible == packing:
+        log_phase(log, f"model type {name} is trained in packs ({possible}): {proof}")
+        return possible
     ways = {
         "packed": "its rows are packed without sharing prefixes",
         "padded": "its branches are computed one by one, padded to the longest",
@@ -261,7 +263,7 @@ def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
         "learner.packing = %r: model type %s %s, so %s", packing, name, proof.reason,
         ways[proof.way],
     )  # fmt: skip
-    return found
+    return possible
 
 
 # -- the proof -------------------------------------------------------------------------------------
@@ -303,18 +305,18 @@ def prove(model: PreTrainedModel) -> Proof:
     copy (see `scaled`). Once for each configuration and process.
 
     Raises PolicyError if not even the plain way gives the model's own log-probs."""
-    if (known := vars(model).get(ATTRIBUTE)) is not None:
-        return known  # type: ignore[no-any-return]
+    if (cached := vars(model).get(ATTRIBUTE)) is not None:
+        return cached  # type: ignore[no-any-return]
     key = (copy_key(model), incompatibility(model))
     if key not in _proofs:
         # Gradients are compared, too, and the caller may have switched them off.
         with computing_with(1), torch.inference_mode(False), torch.enable_grad():
             _proofs[key] = _proof(model)
-    found = _proofs[key]
-    if isinstance(found, PolicyError):
-        raise found
-    setattr(model, ATTRIBUTE, found)
-    return found
+    proof = _proofs[key]
+    if isinstance(proof, PolicyError):
+        raise proof
+    setattr(model, ATTRIBUTE, proof)
+    return proof
 
 
 def _proof(model: PreTrainedModel) -> Proof | PolicyError:
@@ -361,8 +363,8 @@ def _proof_of_itself(model: PreTrainedModel, reason: str) -> Proof | PolicyError
     tokens = proof_rows()[-1].tokens.remainder(size).to(model.device)
 
     def logits() -> Tensor:
-        found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-        return found
+        logits_TV: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        return logits_TV
 
     try:
         attempt(lambda: logits().sum()).detach()
@@ -397,9 +399,9 @@ def _not_causal(model: PreTrainedModel) -> PolicyError:
 
 
 def _rounds_little(model: PreTrainedModel, rows: Sequence[TokenRow]) -> bool:
-    """Whether padding changes gradients only by rounding errors as small as those of the order of
-    sums, tested on copies with other weights. Some recurrent layers amplify rounding a thousand
-    times."""
+    """Whether padding changes gradients only by rounding errors as small as those from a different
+    order of sums, tested on copies with other weights. Some recurrent layers amplify rounding a
+    thousand times."""
     for seed in (1, 2, 7):
         copy = scaled_copy(model, seed)
         gap = _gap(copy, rows, own_results(copy, rows), "rows", "padded")
@@ -451,11 +453,11 @@ def results(
 ) -> Results:
     """Results as the learner computes them."""
     logprobs = torch.zeros(sum(len(row.actions) for row in rows))
-    found = [
+    scored = [
         (pack.index, forward_logprobs(model, pack, way)) for pack in pack_rows(rows, packing, 10**6)
     ]
-    index, parts = (torch.cat(each) for each in zip(*found, strict=True))
-    return _with_gradients(model, logprobs.index_put((index,), parts))
+    index, values = (torch.cat(each) for each in zip(*scored, strict=True))
+    return _with_gradients(model, logprobs.index_put((index,), values))
 
 
 def _with_gradients(model: PreTrainedModel, logprobs: Tensor) -> Results:
@@ -465,16 +467,18 @@ def _with_gradients(model: PreTrainedModel, logprobs: Tensor) -> Results:
     return logprobs.detach(), list(gradients)
 
 
-def gap_between(found: Results, exact: Results) -> Gap:
-    """NaN counts as infinitely far, and a missing gradient as zeros."""
+def gap_between(computed: Results, exact: Results) -> Gap:
+    """The gap between two results. NaN counts as infinite, and a missing gradient as zeros."""
     largest, apart = 0.0, [0.0]
-    for mine, own in zip(found[1], exact[1], strict=True):
-        if own is not None and own.numel():
-            largest = max(largest, float(own.abs().max()))
-        if mine is not None or own is not None:
-            difference = (0 if mine is None else mine) - (0 if own is None else own)
+    for gradient, exact_gradient in zip(computed[1], exact[1], strict=True):
+        if exact_gradient is not None and exact_gradient.numel():
+            largest = max(largest, float(exact_gradient.abs().max()))
+        if gradient is not None or exact_gradient is not None:
+            difference = (0 if gradient is None else gradient) - (
+                0 if exact_gradient is None else exact_gradient
+            )
             apart.append(float(torch.as_tensor(difference).abs().amax()))
-    gaps = float((found[0] - exact[0]).abs().max()), max(apart) / (largest or 1.0)
+    gaps = float((computed[0] - exact[0]).abs().max()), max(apart) / (largest or 1.0)
     return Gap(*(math.inf if math.isnan(gap) else gap for gap in gaps))
 
 

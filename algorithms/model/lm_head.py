@@ -39,7 +39,7 @@ log = logging.getLogger("agentrl.algorithm")
 
 MIN_LOGPROB = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
 # Elements of one chunk of logits, 32 MiB in float32. On a CPU larger chunks are slower because they
-# miss the cache, and smaller ones because their products are narrow. On a GPU a chunk has
+# # miss the cache, and smaller ones because their products are narrow. On a GPU a chunk has
 # GPU_CHUNKS times as many.
 MAX_LOGITS = 2**23
 GPU_CHUNKS = 8
@@ -63,14 +63,23 @@ def action_logprobs(
     fp32: multiply bfloat16 hidden states and head in float32, which brings learner and sampler
     closer. ScaleRL, arXiv 2510.13786."""
     if type(head) is Linear:
-        given = (hidden_NH, head.weight, head.bias, tokens_N, temperature_N, fp32, learn_entropy)
-        logprobs_N, entropy_N = _Head.apply(*given)  # type: ignore[no-untyped-call]
+        arguments = (
+            hidden_NH,
+            head.weight,
+            head.bias,
+            tokens_N,
+            temperature_N,
+            fp32,
+            learn_entropy,
+        )
+        logprobs_N, entropy_N = _Head.apply(*arguments)  # type: ignore[no-untyped-call]
         return logprobs_N, entropy_N
     # A wrapped head (an adapter) must be called to get its logits.
     chunk = max(1, MAX_LOGITS // _vocabulary(head))
     parts = _chunks(chunk, hidden_NH, tokens_N, temperature_N)
     scored = [
-        checkpoint(_call, head, *part, fp32, learn_entropy, use_reentrant=False) for part in parts
+        checkpoint(_call, head, *inputs, fp32, learn_entropy, use_reentrant=False)
+        for inputs in parts
     ]
     logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -81,11 +90,11 @@ def top_tokens(
     head: Module, hidden_NH: Tensor, tokens_N: Tensor, k: int, *, fp32: bool = False
 ) -> Tensor:
     """The given token and the k - 1 most probable others, int64 [N, min(k, vocabulary size)]."""
-    chunk, found = max(1, MAX_LOGITS // _vocabulary(head)), []
+    chunk, top = max(1, MAX_LOGITS // _vocabulary(head)), []
     for hidden_CH, tokens_C in _chunks(chunk, hidden_NH, tokens_N):
         logits_CV = _called(head, hidden_CH, fp32).scatter(1, tokens_C[:, None], torch.inf)
-        found.append(logits_CV.topk(min(k, logits_CV.shape[1])).indices)
-    return torch.cat(found)
+        top.append(logits_CV.topk(min(k, logits_CV.shape[1])).indices)
+    return torch.cat(top)
 
 
 def other_logprobs(
@@ -100,8 +109,8 @@ def other_logprobs(
     """Log-probs [N, K] of the tokens `ids_NK`, computed from that of the first one; at least
     MIN_LOGPROB.
 
-    They follow from differences of logits, so a plain head computes only these K logits. With
-    gradients the graph keeps K rows of the head's weight per position."""
+    They are computed from differences of logits, so a plain head computes only these K logits. With
+    gradients, the graph keeps K rows of the head's weight per position."""
     plain = type(head) is Linear  # not a wrapper of a linear layer
     width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
     logits = []
@@ -187,16 +196,16 @@ class _Head(torch.autograd.Function):
         for first in range(0, len(weight_VH), width):
             part = slice(first, first + width)
             logits_NC = linear(narrow_NH, weight[part], None if bias is None else bias[part])
-            given = temperature_N, normaliser_N, entropy_N, scale_N1, pull_N1
-            narrow_NC = gradient(logits_NC, tokens_N - first, *given)
+            row_values = temperature_N, normaliser_N, entropy_N, scale_N1, pull_N1
+            narrow_NC = gradient(logits_NC, tokens_N - first, *row_values)
             if wants_hidden:
                 grad_hidden += mm(narrow_NC, weight[part])
             if grad_weight is not None:
                 grad_weight[part] = mm(narrow_NC.T, narrow_NH)
             if grad_bias is not None:
                 grad_bias[part] = narrow_NC.sum(0, dtype=grad_hidden.dtype)
-        found = grad_hidden.to(hidden_NH.dtype) if wants_hidden else None
-        return found, grad_weight, grad_bias, None, None, None, None
+        grad_hidden_NH = grad_hidden.to(hidden_NH.dtype) if wants_hidden else None
+        return grad_hidden_NH, grad_weight, grad_bias, None, None, None, None
 
 
 @cache
@@ -323,7 +332,7 @@ WORTHWHILE_RATIO = 0.9  # time ratio below which all threads are used: other pro
 @dataclass(slots=True)
 class ThreadTuner:
     """Chooses the number of threads for repeated work. count: the current choice. most: the number
-    of threads that is compared with one; 1: no trials. name: the work, for the log."""
+    of threads that is compared with one; 1: no trials. name: a name of the work for the log."""
 
     count: int
     most: int = 1

@@ -179,8 +179,8 @@ def _load(name: str, config: RunConfig | None, options: dict[str, Any]) -> tuple
     from agentrl.algorithms.vision.loading import load as load_with_tower
 
     shape = AutoConfig.from_pretrained(name)
-    if (found := load_with_tower(name, shape, config, options)) is not None:
-        return found
+    if (with_tower := load_with_tower(name, shape, config, options)) is not None:
+        return with_tower
     model, loading = AutoModelForCausalLM.from_pretrained(name, **options)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise PolicyError(
@@ -212,8 +212,8 @@ def no_progress_bars() -> Iterator[None]:
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a state dict of the model to the names and shapes that `save_pretrained` writes. Tied
     weights are included once."""
-    own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
-    written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
+    distinct = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
+    written: Mapping[str, Tensor] = revert_weight_conversion(model, distinct)
     return {name: tensor.detach() for name, tensor in written.items()}
 
 
@@ -270,12 +270,14 @@ def _restore_padding(model: Module, directory: Path, saved: Mapping[str, Tensor]
                     saved[key][row] = opened.get_slice(key)[row : row + 1][0]
 
 
-def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+def shape_mismatch(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """Describe the first name whose shapes differ: "NAME is [2, 3] there and [3]"."""
-    for name in sorted(saved.keys() | own.keys()):
-        there, here = (list(of[name].shape) if name in of else None for of in (saved, own))
-        if there != here:
-            return f"{name} is {there} there and {here}"
+    for name in sorted(saved.keys() | expected.keys()):
+        saved_shape, shape = (
+            list(of[name].shape) if name in of else None for of in (saved, expected)
+        )
+        if saved_shape != shape:
+            return f"{name} is {saved_shape} there and {shape}"
     return None
 
 

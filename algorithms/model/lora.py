@@ -102,8 +102,8 @@ class LoraAdapters(Adapters):
 
     @property
     def names(self) -> list[str]:
-        every = self._peft.peft_config if self._peft is not None else ()
-        return [name for name in every if name not in self._references.values()]
+        adapters = self._peft.peft_config if self._peft is not None else ()
+        return [name for name in adapters if name not in self._references.values()]
 
     def add(
         self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
@@ -159,10 +159,10 @@ class LoraAdapters(Adapters):
 
     def _check_made(self, name: str, paths: Sequence[str]) -> None:
         """Raise PolicyError unless peft has adapted exactly these layers and parameters."""
-        made = self._paths(name)
-        if wrong := sorted(made ^ set(paths)):
+        adapted = self._paths(name)
+        if wrong := sorted(adapted ^ set(paths)):
             raise PolicyError(
-                f"policy.lora: peft {'adapts' if wrong[0] in made else 'does not adapt'} "
+                f"policy.lora: peft {'adapts' if wrong[0] in adapted else 'does not adapt'} "
                 f"{wrong[0]} of {type(self.model).__name__} ({len(wrong)} such layers); choose "
                 "other policy.lora.targets, or another version of peft"
             )
@@ -185,7 +185,7 @@ class LoraAdapters(Adapters):
             )
 
     def _paths(self, name: str) -> set[str]:
-        """The layers and parameters that an adapter is on."""
+        """The layers and parameters that an adapter changes."""
         return {
             f"{_bare(path)}.{layer.parameter_name}" if _is_experts(layer) else _bare(path)
             for path, layer in self._layers().items()
@@ -198,13 +198,13 @@ class LoraAdapters(Adapters):
         on = [f"{layers} linear layers"] if layers else []
         on += [f"{len(paths) - layers} stacks of experts"] if len(paths) > layers else []
         others = len(self.targets.layers) + len(self.targets.experts) - len(paths)
-        parts = [f"{others} that policy.lora.targets does not name"] if others else []
-        parts += [self.targets.without()] if self.targets.left_out else []
-        rest = f"; not adapted: {', '.join(parts)}" if parts else ""
+        without = [f"{others} that policy.lora.targets does not name"] if others else []
+        without += [self.targets.without()] if self.targets.left_out else []
+        not_adapted = f"; not adapted: {', '.join(without)}" if without else ""
         share = self.targets.share(paths)
         return (
             f"the adapter {name!r} of rank {self.rank(name)} adapts {' and '.join(on)}, which have "
-            f"{share:.0%} of the model's weights{rest}"
+            f"{share:.0%} of the model's weights{not_adapted}"
         )
 
     def open(self, name: str, directory: Path) -> None:
@@ -218,8 +218,10 @@ class LoraAdapters(Adapters):
         return base_of(directory) == self.base
 
     def copy(self) -> LoraAdapters:
-        own = {id(p) for name in self.names for p in self.parameters(name).values()}
-        shared: dict[int, object] = {id(p): p for p in self.model.parameters() if id(p) not in own}
+        adapter_ids = {id(p) for name in self.names for p in self.parameters(name).values()}
+        shared: dict[int, object] = {
+            id(p): p for p in self.model.parameters() if id(p) not in adapter_ids
+        }
         return copy.deepcopy(self, shared | {id(self._lock): threading.RLock()})
 
     def duplicate(self, name: str, source: Adapters, original: str) -> None:
@@ -230,8 +232,8 @@ class LoraAdapters(Adapters):
         self.restore(name, source.parameters(original))
 
     def keep_reference(self, name: str) -> None:
-        self._references[name] = kept = f"{name}@reference"
-        self.duplicate(kept, self, name)
+        self._references[name] = reference = f"{name}@reference"
+        self.duplicate(reference, self, name)
 
     def reference(self, name: str) -> str | None:
         return self._references.get(name)
@@ -279,32 +281,37 @@ class LoraAdapters(Adapters):
         save_file(tensors, directory / WEIGHTS, metadata=metadata)
 
     def read(self, name: str, directory: Path) -> dict[str, Tensor]:
-        parameters, own = self.parameters(name), self._peft.peft_config[name]
+        parameters, peft_config = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
         tensors, metadata = _tensors(directory)
         # Adapters of other tools and of quantised bases have no fingerprint, only a base name.
-        known = bool(self.fingerprint) and "base" in metadata
-        theirs = metadata["base"] if known else settings.base_model_name_or_path
-        if theirs != (self.fingerprint if known else self.base):
+        has_fingerprint = bool(self.fingerprint) and "base" in metadata
+        base = metadata["base"] if has_fingerprint else settings.base_model_name_or_path
+        if base != (self.fingerprint if has_fingerprint else self.base):
             raise PolicyError(
                 f"adapter {directory}: it was trained on another base "
                 f"({settings.base_model_name_or_path!r}), not on {self.base!r}; set policy.model to"
                 f" that base, or if it is the same model, name this one in {CONFIG}"
             )
-        pairs = [("rank", settings.r, own.r), ("alpha", settings.lora_alpha, own.lora_alpha)]
-        for key, there, here in pairs:
-            if there != here:
+        pairs = [
+            ("rank", settings.r, peft_config.r),
+            ("alpha", settings.lora_alpha, peft_config.lora_alpha),
+        ]
+        for key, saved_value, value in pairs:
+            if saved_value != value:
                 raise PolicyError(
-                    f"adapter {directory}: its {key} is {there:g}, the policy's {here:g}; "
-                    f"set policy.lora.{key} = {there:g}"
+                    f"adapter {directory}: its {key} is {saved_value:g}, the policy's {value:g}; "
+                    f"set policy.lora.{key} = {saved_value:g}"
                 )
-        found = {key.removeprefix(PREFIX).removesuffix(".weight"): t for key, t in tensors.items()}
-        if mismatch := shape_mismatch(found, parameters):
+        weights = {
+            key.removeprefix(PREFIX).removesuffix(".weight"): t for key, t in tensors.items()
+        }
+        if mismatch := shape_mismatch(weights, parameters):
             raise PolicyError(
                 f"adapter {directory}: {mismatch} in the policy; "
                 "set policy.lora.targets and policy.model to those of the adapter"
             )
-        return found
+        return weights
 
     def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -319,10 +326,10 @@ class LoraAdapters(Adapters):
         weights = self._base()
         for path, layer in self._layers().items():
             if name in layer.lora_A:
-                own = f"{_bare(path)}.{getattr(layer, 'parameter_name', 'weight')}"
-                weight = weights[own].detach()
+                name_in_base = f"{_bare(path)}.{getattr(layer, 'parameter_name', 'weight')}"
+                weight = weights[name_in_base].detach()
                 delta = layer.get_delta_weight(name).detach()
-                weights[own] = (weight.to(delta.dtype) + delta).to(weight.dtype)
+                weights[name_in_base] = (weight.to(delta.dtype) + delta).to(weight.dtype)
         return weights
 
     def save_base(self, directory: Path) -> None:
@@ -346,23 +353,29 @@ class LoraAdapters(Adapters):
     ) -> list[str]:
         """The layers and parameters that the weights of an adapter are for. parameters: peft's
         `target_parameters`. Raises PolicyError for others."""
-        found: set[str] = set()
+        adapted: set[str] = set()
         for key in tensors:
             path, side, _ = key.removeprefix(PREFIX).rpartition(".lora_A")
             if not side and ".lora_B" in key:
                 continue
-            own = {name for name in self.targets.experts if name.rpartition(".")[0] == _bare(path)}
-            own = {n for n in own if any(f".{n}".endswith(f".{each}") for each in parameters)}
-            own |= {_bare(path)} & self.targets.layers.keys()
-            if not own:
+            adaptable = {
+                name for name in self.targets.experts if name.rpartition(".")[0] == _bare(path)
+            }
+            adaptable = {
+                n
+                for n in adaptable
+                if any(f".{n}".endswith(f".{parameter}") for parameter in parameters)
+            }
+            adaptable |= {_bare(path)} & self.targets.layers.keys()
+            if not adaptable:
                 kind = self.targets.left_out.get(_bare(path), "no linear layer of this model")
                 raise PolicyError(
                     f"adapter {directory}: it has weights for {_bare(path) or key}, and that is "
                     f"{kind}; only adapters on linear layers of the text decoder and on experts "
                     "are supported"
                 )
-            found |= own
-        return [path for path in self._in_order() if path in found]
+            adapted |= adaptable
+        return [path for path in self._in_order() if path in adapted]
 
     def _base(self) -> dict[str, Tensor]:
         return {
@@ -400,8 +413,8 @@ class LoraAdapters(Adapters):
         return output
 
     def _apply_experts(self, layer: Any, hidden: Tensor, *routing: Tensor, **more: Any) -> Tensor:
-        """Forward of adapted experts: [N, in] tokens -> [N, out]. Each adapter's experts compute
-        its tokens, and the base's the others."""
+        """Forward pass of adapted experts: [N, in] tokens -> [N, out]. The experts of each adapter
+        compute the tokens of that adapter, and those of the base all others."""
         base, wrappers = layer.get_base_layer(), [*_nested(layer)]
         routing += tuple(more.values())  # in the order of `targets.ROUTED`
         present = [pair for pair in self._selection if any(pair[0] in w.lora_A for w in wrappers)]
@@ -511,8 +524,8 @@ def _check_plain(directory: Path, settings: Any) -> None:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def _tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -581,8 +594,8 @@ def add_adapter(
 ) -> Tensor:
     """output + scale * x down^T up^T, [..., out], in the memory of `output`.
 
-    Autograd alone would write the layer's output and the adapter's part to separate memory, and
-    likewise both gradients of the input, and then read and add them.
+    Autograd alone would write the layer's output and the adapter's output to separate memory, and
+    then read and add them; likewise the two gradients of the input.
 
     x: [..., in]. output: x weight^T and a bias, if any; nothing else may need it. weight: frozen.
     All are of one dtype."""

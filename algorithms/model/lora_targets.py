@@ -96,8 +96,8 @@ def dense_state(model: Any) -> dict[str, Tensor]:
 def save_dense(model: Any, directory: Path, weights: dict[str, Tensor]) -> None:
     """Write dense weights of a quantised model, by checkpoint name, to a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
-    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     del config.quantization_config
     config.save_pretrained(directory)
@@ -112,7 +112,7 @@ ROUTED = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),
 )
-# Where peft refuses this layer, because the kernels for GPUs read its weight.
+# Models in which peft refuses this layer, because the kernels for GPUs read its weight.
 MAMBA, MAMBA_UNCALLED = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"
 PROBE_TOKENS = 160  # more than the blocks in which models compress their keys
 
@@ -146,14 +146,14 @@ class Targets:
                     f"{self.without() or 'a head'}; train all its weights (policy.lora.rank = 0)"
                 )
             return [*self.layers, *self.experts]
-        found: dict[str, None] = {}
+        paths: dict[str, None] = {}
         for target in targets:
-            own = [path for path in self.layers if _is_named(path, target)]
-            own += [path for path in self.experts if _is_within(path, target)]
-            if not own:
+            matching = [path for path in self.layers if _is_named(path, target)]
+            matching += [path for path in self.experts if _is_within(path, target)]
+            if not matching:
                 raise self._unknown(target, base)
-            found |= dict.fromkeys(own)
-        return list(found)
+            paths |= dict.fromkeys(matching)
+        return list(paths)
 
     def _unknown(self, target: str, base: str) -> PolicyError:
         kinds = {kind for path, kind in self.left_out.items() if _is_within(path, target)}
@@ -206,10 +206,10 @@ def find_targets(model: PreTrainedModel, *, experts: bool) -> Targets:
 
 def size_of(module: Module) -> int:
     """The number of weights of a module itself, also of a quantised layer."""
-    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     if isinstance(module, Linear) and not module.weight.is_floating_point():
         return module.in_features * module.out_features
-    return own
+    return count
 
 
 def _is_named(path: str, target: str) -> bool:
@@ -222,7 +222,7 @@ def _is_within(path: str, target: str) -> bool:
 
 
 def _owners(model: PreTrainedModel) -> Iterator[Module]:
-    """The modules of a model but a head that is its embedding."""
+    """The modules of a model, except a head that is tied to its embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
     return (module for module in model.modules() if not (tied and module is head))
@@ -232,14 +232,14 @@ def _stacked(module: Module) -> list[tuple[str, Tensor]]:
     """The parameters of a module that are stacks of matrices."""
     if type(module).__module__.startswith("torch."):  # convolutions
         return []
-    own = module.named_parameters(recurse=False)
-    return [(name, p) for name, p in own if p.dim() == 3 and min(p.shape) > 1]
+    parameters = module.named_parameters(recurse=False)
+    return [(name, p) for name, p in parameters if p.dim() == 3 and min(p.shape) > 1]
 
 
 def _is_routed(module: Module) -> bool:
     """Whether a module is called with tokens and the experts of each."""
-    known = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return known in ROUTED and all(p.is_floating_point() for _, p in _stacked(module))
+    arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return arguments in ROUTED and all(p.is_floating_point() for _, p in _stacked(module))
 
 
 def _is_linear(layer: Linear | Conv1D) -> bool:
@@ -258,10 +258,10 @@ def _is_linear(layer: Linear | Conv1D) -> bool:
 
 def _called(model: PreTrainedModel) -> set[str]:
     """Paths of the linear layers that a forward pass calls."""
-    found: set[str] = set()
+    called: set[str] = set()
     mamba = getattr(model.config, "model_type", "") in MAMBA
     hooks = [
-        module.register_forward_pre_hook(lambda _, __, path=path: found.add(path))
+        module.register_forward_pre_hook(lambda _, __, path=path: called.add(path))
         for path, module in model.named_modules()
         if isinstance(module, Linear | Conv1D)
         if not (mamba and path.endswith(f".{MAMBA_UNCALLED}"))
@@ -280,4 +280,4 @@ def _called(model: PreTrainedModel) -> set[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return called

@@ -74,7 +74,7 @@ def pack_rows(
     first = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each unit in `order`
     new = np.add.reduceat(lengths - shared, first) if len(first) else lengths
     bounds = np.append(first, len(order))
-    offsets, seen = (
+    offsets, observed_offsets = (
         np.cumsum(np.array([0, *sizes], np.int64))
         for sizes in ([len(row.actions) for row in rows], [len(row.observed) for row in rows])
     )
@@ -83,8 +83,8 @@ def pack_rows(
     for start, stop in ((bounds[a], bounds[b]) for a, b in ranges):
         chosen = order[start:stop]
         forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
-        own = [rows[i] for i in chosen]
-        before = [row.actions.numpy() - 1 for row in own]
+        chosen_rows = [rows[i] for i in chosen]
+        before = [row.actions.numpy() - 1 for row in chosen_rows]
         states = [path[places] for path, places in zip(forest.paths, before, strict=True)]
         index = [np.arange(offsets[i], offsets[i + 1]) for i in chosen]
         packs.append(
@@ -93,17 +93,19 @@ def pack_rows(
                 positions=torch.from_numpy(forest.depth),
                 end=torch.from_numpy(forest.end),
                 states=torch.from_numpy(np.concatenate(states)),
-                actions=torch.cat([row.tokens[row.actions] for row in own]),
-                temperature=torch.cat([row.temperature for row in own]),
+                actions=torch.cat([row.tokens[row.actions] for row in chosen_rows]),
+                temperature=torch.cat([row.temperature for row in chosen_rows]),
                 index=torch.from_numpy(np.concatenate(index)),
                 observed_states=torch.cat(
                     [
                         torch.from_numpy(path)[row.observed - 1]
-                        for path, row in zip(forest.paths, own, strict=True)
+                        for path, row in zip(forest.paths, chosen_rows, strict=True)
                     ]
                 ),
-                observed=torch.cat([row.tokens[row.observed] for row in own]),
-                observed_index=torch.cat([torch.arange(seen[i], seen[i + 1]) for i in chosen]),
+                observed=torch.cat([row.tokens[row.observed] for row in chosen_rows]),
+                observed_index=torch.cat(
+                    [torch.arange(observed_offsets[i], observed_offsets[i + 1]) for i in chosen]
+                ),
             )
         )
     return packs

@@ -6,8 +6,8 @@ the policy server keeps weights of linear layers in that layout. The results are
 the copy takes as much memory as the layer.
 
 On a CPU without such kernels torch computes these products seven times more slowly than in float32,
-and those of a backward pass thirty times. There they are computed in float32 here, from weights
-that are converted in blocks as they are read, and rounded once, as the kernels do.
+and those of a backward pass thirty times. On such a CPU this module computes them in float32, from
+weights that are converted in blocks as they are read, and rounds once, as the kernels do.
 """
 
 from __future__ import annotations
@@ -133,5 +133,5 @@ def install(model: Module) -> None:
 def forget(model: Module) -> None:
     """Drop the packed weight; called when the weights have changed."""
     for layer in model.modules():
-        if isinstance(own := vars(layer).get("forward"), NarrowLinear):
-            own.packed = None
+        if isinstance(forward := vars(layer).get("forward"), NarrowLinear):
+            forward.packed = None

@@ -1,9 +1,9 @@
 """Small random copies of models, with the same class and kinds of layers, and small sizes; and the
 protocol for inputs besides text, such as images. The computation of a model depends on its class
 and on the numbers in its configuration: windows, chunks, the keys that an index keeps, the context
-before positions were extended. A copy has all of these, scaled down so that a row of some tens of
-tokens exceeds them, and takes milliseconds for a model of any size. `forward.prove` compares ways
-to compute a model on its copy.
+before positions were extended. A copy has all of these, scaled down so that a row of a few dozen
+tokens exceeds them; its forward pass takes milliseconds, whatever the size of the model.
+`forward.prove` compares ways to compute a model on its copy.
 
 In a batch and in the rows of the embedded engine, token ids below 0 stand for inputs that are not
 text. Only the `Inputs` that created them know their meaning; other code only compares and counts
@@ -53,7 +53,7 @@ class Inputs(Protocol):
         ...
 
     def generate(self, *, input_ids: Tensor, logits_to_keep: int, **options: Any) -> Any:
-        """In place of calling the model: its output for a step of the engine."""
+        """The model's output for a step of the engine; called in place of the model."""
         ...
 
     def changed(self) -> None:
@@ -72,8 +72,8 @@ class Inputs(Protocol):
         """Read the images that calls name from the store, and keep them until the next call."""
         ...
 
-    def check(self, other: Module) -> str:
-        """Why another model does not support the same ids; empty if it does."""
+    def check(self, model: Module) -> str:
+        """The reason why another model does not support the same ids; empty if it does."""
         ...
 
     def probe(self) -> list[dict[str, Json]]:
@@ -93,13 +93,13 @@ class Inputs(Protocol):
 
 
 def attach(model: Module, inputs: Inputs) -> None:
-    """Let `inputs` read for a model, and its copies."""
+    """Make `inputs` resolve the ids below 0 of a model and its copies."""
     setattr(model, ATTRIBUTE, inputs)
 
 
 def inputs_of(model: Module) -> Inputs | None:
-    found: Inputs | None = getattr(model, ATTRIBUTE, None)
-    return found
+    inputs: Inputs | None = getattr(model, ATTRIBUTE, None)
+    return inputs
 
 
 def rotary_positions(
@@ -111,14 +111,14 @@ def rotary_positions(
     axes = max((len(prompt) for prompt in prompts if prompt is not None), default=0)
     if not axes:
         return places
-    found = np.tile(places, (axes, 1))
+    positions = np.tile(places, (axes, 1))
     for row, prompt in enumerate(prompts):
         if prompt is not None:
-            own = np.flatnonzero(rows == row)
-            at, size = places[own], prompt.shape[1]
+            of_row = np.flatnonzero(rows == row)
+            at, size = places[of_row], prompt.shape[1]
             after = prompt.max() + 1 + at - size
-            found[:, own] = np.where(at < size, prompt[:, np.minimum(at, size - 1)], after)
-    return found
+            positions[:, of_row] = np.where(at < size, prompt[:, np.minimum(at, size - 1)], after)
+    return positions
 
 
 T = TypeVar("T")
@@ -199,8 +199,8 @@ class DecoderWithHead(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Linear:
         return self.head
 
-    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **given: Any) -> Any:
-        output = self.decoder.base_model(input_ids=input_ids, **given)
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **options: Any) -> Any:
+        output = self.decoder.base_model(input_ids=input_ids, **options)
         output.logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
         return output
 
@@ -242,8 +242,8 @@ def copy_key(model: PreTrainedModel) -> object:
     except Exception:  # noqa: BLE001  see `attempt`
         values = network.config.to_dict()
     names = ("_name_or_path", "architectures", "transformers_version", "dtype", "id2label")
-    kept = {name: value for name, value in values.items() if name not in names}
-    return type(network), json.dumps(kept, sort_keys=True, default=str)
+    relevant = {name: value for name, value in values.items() if name not in names}
+    return type(network), json.dumps(relevant, sort_keys=True, default=str)
 
 
 def _network(model: PreTrainedModel) -> PreTrainedModel:
@@ -281,25 +281,27 @@ def scaled_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _scaled(values: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    whole = {**outer, **values}
+    all_values = {**outer, **values}
     layers = _layers(values)
-    found: dict[str, Any] = {}
+    scaled: dict[str, Any] = {}
     for name, value in values.items():
         if name == "quantization_config" or (name in UNSET and not value):
             continue
         if isinstance(value, Mapping):
-            found[name] = _scaled(value, whole) if name not in ("id2label", "label2id") else value
+            scaled[name] = (
+                _scaled(value, all_values) if name not in ("id2label", "label2id") else value
+            )
         elif isinstance(value, bool | str) or value is None:
-            found[name] = value
+            scaled[name] = value
         elif isinstance(value, list | tuple):
-            found[name] = _list(name, list(value), layers, whole)
+            scaled[name] = _list(name, list(value), layers, all_values)
         elif isinstance(value, int):
-            found[name] = _number(name, value, layers[1], whole)
+            scaled[name] = _number(name, value, layers[1], all_values)
         else:
-            found[name] = value
-    if "rope_parameters" in found:
-        _positions(values, found)
-    return found
+            scaled[name] = value
+    if "rope_parameters" in scaled:
+        _positions(values, scaled)
+    return scaled
 
 
 def _layers(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -313,14 +315,14 @@ def _layers(values: Mapping[str, Any]) -> tuple[int, int]:
     least = max(2, interval + first)
     for value in values.values():
         if isinstance(value, list) and len(value) == total and not _are_indices(value):
-            kinds = [str(each) for each in value]
+            kinds = [str(kind_of_layer) for kind_of_layer in value]
             least = max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
     if values.get("num_kv_shared_layers"):
         least *= 2
     return total, min(total, least)
 
 
-def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int:
+def _number(name: str, value: int, layers: int, all_values: Mapping[str, Any]) -> int:
     if re.fullmatch(TOKENS, name):
         return min(value, VOCABULARY - 1)
     if re.fullmatch(LAYER_COUNTS, name):
@@ -329,10 +331,15 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
         return min(value, layers // 2)
     if re.fullmatch(KEY_HEADS, name):
         heads = next(
-            (whole[k] for k in ("num_attention_heads", "n_head", "n_heads") if k in whole), 0
+            (
+                all_values[k]
+                for k in ("num_attention_heads", "n_head", "n_heads")
+                if k in all_values
+            ),
+            0,
         )
         return min(value, HEADS if value == heads else HEADS // 2)
-    if name == "attention_hidden_size" and value == whole.get("hidden_size"):
+    if name == "attention_hidden_size" and value == all_values.get("hidden_size"):
         return min(value, HIDDEN)
     if re.fullmatch(POSITIONS, name):
         return CONTEXT
@@ -340,10 +347,12 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
         return VOCABULARY
     if "original" in name:
         return min(value, ORIGINAL)
-    if name == "num_heads" and "state_size" in whole:
+    if name == "num_heads" and "state_size" in all_values:
         return min(value, 2 * HEADS)  # heads of a state-space layer
     if re.fullmatch("mamba_n_heads|mamba_num_heads", name):
-        heads = [v for k, v in whole.items() if re.fullmatch("mamba_d_head|mamba_head_?dim", k)]
+        heads = [
+            v for k, v in all_values.items() if re.fullmatch("mamba_d_head|mamba_head_?dim", k)
+        ]
         return min(value, 2 * HIDDEN // min(*heads, HEAD) if heads else 2 * HEADS)
     for pattern, most in SIZES.items():
         if re.fullmatch(pattern, name):
@@ -353,42 +362,42 @@ def _number(name: str, value: int, layers: int, whole: Mapping[str, Any]) -> int
 
 def _are_indices(value: list[Any]) -> bool:
     """Whether the values are indices of layers."""
-    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-    return whole and len(value) > 1 and value == sorted(set(value))
+    integers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    return integers and len(value) > 1 and value == sorted(set(value))
 
 
 def _list(
-    name: str, value: list[Any], layers: tuple[int, int], whole: Mapping[str, Any]
+    name: str, value: list[Any], layers: tuple[int, int], all_values: Mapping[str, Any]
 ) -> list[Any]:
-    total, kept = layers
-    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    total, layers_kept = layers
+    numbers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
     if _are_indices(value) and value[-1] == total - 1:
-        return [each for each in value if each < kept]
+        return [item for item in value if item < layers_kept]
     if len(value) == total and total:
-        value = value[:kept]
+        value = value[:layers_kept]
     elif numbers and re.search("layer|ids|indices|indexes", name) and "token" not in name:
-        return [each for each in value if each < kept]
+        return [item for item in value if item < layers_kept]
     if numbers and not re.fullmatch(r"\w*section\w*|\w*_layers", name):
-        return [_number(name, each, kept, whole) for each in value]
-    if value and all(isinstance(each, list) for each in value):
-        return [_list(name, each, layers, whole) for each in value]
+        return [_number(name, item, layers_kept, all_values) for item in value]
+    if value and all(isinstance(item, list) for item in value):
+        return [_list(name, item, layers, all_values) for item in value]
     return value
 
 
-def _positions(values: Mapping[str, Any], found: dict[str, Any]) -> None:
+def _positions(values: Mapping[str, Any], scaled: dict[str, Any]) -> None:
     """Fit per-frequency factors and sections of rotary embeddings to the copy's head size."""
-    for rope in _ropes(found):
+    for rope in _ropes(scaled):
         for name in ("short_factor", "long_factor", "mrope_section"):
             if name in rope and isinstance(rope[name], list):
                 rotated = HEAD // 2
-                part = len(rope[name])
+                sections = len(rope[name])
                 rope[name] = (
-                    [rotated - 2 * (rotated // part), *[rotated // part] * (part - 1)]
+                    [rotated - 2 * (rotated // sections), *[rotated // sections] * (sections - 1)]
                     if name == "mrope_section"
                     else [1.0 + (i if name == "long_factor" else 0.1 * i) for i in range(rotated)]
                 )
 
 
-def _ropes(found: dict[str, Any]) -> list[dict[str, Any]]:
-    rope = found["rope_parameters"] or {}
-    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+def _ropes(config: dict[str, Any]) -> list[dict[str, Any]]:
+    rope = config["rope_parameters"] or {}
+    return [parameters for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]

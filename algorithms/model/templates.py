@@ -104,14 +104,16 @@ OWN = {
 
 def unknown_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
     """Tokens of a template that a tokenizer would read as plain text."""
-    known = tokenizer.get_vocab()
-    return [token for token in (*template.tokens, template.end) if token not in known]
+    vocabulary = tokenizer.get_vocab()
+    return [token for token in (*template.tokens, template.end) if token not in vocabulary]
 
 
 def proposed(tokenizer: Tokenizer) -> str | None:
     """The name of the template for the family of a tokenizer's model, or None."""
     written = str(tokenizer.chat_template or "")
-    fits = [name for name, one in templates().items() if not unknown_tokens(one, tokenizer)]
+    fits = [
+        name for name, template in templates().items() if not unknown_tokens(template, tokenizer)
+    ]
     families = [name for name in fits if not templates()[name].sign]
     # A vocabulary may have tokens of other families too, which its template does not write.
     families.sort(key=lambda name: templates()[name].tokens[0] not in written)
@@ -122,17 +124,17 @@ def proposed(tokenizer: Tokenizer) -> str | None:
 def check(config: RunConfig) -> None:
     """Raises ConfigError for a template or format that does not exist, before a model is loaded."""
     for name, member in config.policies.items():
-        given = [key for key in KEYS if getattr(member, key)]
-        if given and not member.model:
+        keys = [key for key in KEYS if getattr(member, key)]
+        if keys and not member.model:
             raise ConfigError(
-                f"policies.{name}.{given[0]}: it is an adapter of policy.model, of which all have"
-                f" one tokenizer; set policy.{given[0]}, or policies.{name}.model"
+                f"policies.{name}.{keys[0]}: it is an adapter of policy.model, of which all have"
+                f" one tokenizer; set policy.{keys[0]}, or policies.{name}.model"
             )
     for name in (*trained_policies(config), *frozen_policies(config)):
-        own = view(config, name)
-        if template := own.policy.chat_template:
+        policy_config = view(config, name)
+        if template := policy_config.policy.chat_template:
             read_template(template, Path(config.root))
-        if tool_format := own.policy.tool_format:
+        if tool_format := policy_config.policy.tool_format:
             load_format(tool_format, Path(config.root))
 
 
@@ -165,7 +167,7 @@ CALL: Json = {"id": "call00000", "type": "function", "function": FUNCTION}
 CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 SCHEMA: Json = {"type": "object", "properties": {"who": {"type": "string"}}}
 TOOL: Json = {"type": "function", "function": {"name": "find_person", "parameters": SCHEMA}}
-# Errors of a template on messages.
+# Errors that a template may raise on messages.
 ON_MESSAGES = (TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -175,41 +177,41 @@ def choose(tokenizer: Tokenizer, config: RunConfig) -> None:
 
     Raises PolicyError for a template that does not match the model or has an error, and for a
     format that it does not write; ConfigError for an unknown name."""
-    name, own = config.policy.chat_template, f"model {tokenizer.name_or_path!r}"
+    name, model_name = config.policy.chat_template, f"model {tokenizer.name_or_path!r}"
     template = _use(name, tokenizer, config) if name else None
-    where = f"policy.chat_template = {name!r}" if name else own
+    where = f"policy.chat_template = {name!r}" if name else model_name
     if not tokenizer.chat_template:
         raise PolicyError(
-            f"{own}: its tokenizer has no chat template; {template_fix(tokenizer)}, add"
+            f"{model_name}: its tokenizer has no chat template; {template_fix(tokenizer)}, add"
             " chat_template.jinja to the directory, or train an instruction-tuned model"
         )
     _check_template(tokenizer, where)
     requested, shown = config.policy.tool_format, _shown_call(tokenizer)
-    found = format_of(shown)
-    if requested and found and not _reads(load_format(requested, Path(config.root)), shown):
+    shape = format_of(shown)
+    if requested and shape and not _reads(load_format(requested, Path(config.root)), shown):
         raise PolicyError(
-            f"policy.tool_format = {requested!r}: the chat template writes calls as {found}, so the"
-            f" model would see other calls than it is to write; set it to {found!r}, or set a"
+            f"policy.tool_format = {requested!r}: the chat template writes calls as {shape}, so the"
+            f" model would see other calls than it is to write; set it to {shape!r}, or set a"
             " policy.chat_template for it"
         )
-    if chosen := requested or (template.tool_format if template else found if name else ""):
+    if chosen := requested or (template.tool_format if template else shape if name else ""):
         own_file = ".py:" in chosen  # absolute, because checkpoints are loaded from other folders
         tokenizer.init_kwargs[TOOL_FORMAT] = str(config.path(chosen)) if own_file else chosen
-    elif found and not _reads(parser_of(tokenizer), shown):
+    elif shape and not _reads(parser_of(tokenizer), shown):
         log.warning(
             "The model's chat template writes tool calls as %s, and they are read as hermes: set"
             " policy.tool_format = %r.",
-            found,
-            found,
+            shape,
+            shape,
         )
 
 
 def _use(name: str, tokenizer: Tokenizer, config: RunConfig) -> ChatTemplate | None:
-    """Give the tokenizer a template; returns it if it is built in."""
+    """Set the tokenizer's template; returns it if it is built in."""
     text, template = read_template(name, Path(config.root))
     if template and (unknown := unknown_tokens(template, tokenizer)):
-        other = proposed(tokenizer)
-        instead = f"{other!r}, or " if other else ""
+        better = proposed(tokenizer)
+        instead = f"{better!r}, or " if better else ""
         raise PolicyError(
             f"policy.chat_template = {name!r}: the model has no token {', '.join(unknown)}; set it"
             f" to {instead}a file with a template in the format of this model"

@@ -92,9 +92,9 @@ class ToolParser:
 
     def whole(self, text: str) -> tuple[str, list[ToolCall]]:
         """Content and tool calls of a whole answer."""
-        found = self.push(text) + self.finish()
-        content = "".join(part for part in found if isinstance(part, str))
-        return content, [part for part in found if isinstance(part, ToolCall)]
+        items = self.push(text) + self.finish()
+        content = "".join(item for item in items if isinstance(item, str))
+        return content, [item for item in items if isinstance(item, ToolCall)]
 
     def read(self, text: str, *, last: bool) -> tuple[int, Sequence[Function]] | None:
         """Read the calls at the start of a text, which begins with one of `opens`; returns the
@@ -106,44 +106,46 @@ class ToolParser:
         end = find_tag(inner, CLOSE, last=last)
         if end is None:
             return None
-        found = decode_call(inner[:end])
-        return (len(OPEN) + end + len(CLOSE), [found]) if found else (0, ())
+        function = decode_call(inner[:end])
+        return (len(OPEN) + end + len(CLOSE), [function]) if function else (0, ())
 
     def _take(self, *, last: bool) -> list[str | ToolCall]:
         self._text += "".join(self._new)
         self._new.clear()
         self._held = self._wait = 0
-        found = self._reasoning(last)
+        items = self._reasoning(last)
         if (not last and not self._begun) or self._thinking:
-            return found
+            return items
         text, at = self._text, 0
         while opening := self._opening.search(text, at):
             start, tag = opening.start(), opening[0]
             read = self._read(text, start, last=last)
             if read is None:
-                # Reading all of a long call with each token would take its square.
+                # Reading all of a long call at each token would take time quadratic in its length.
                 self._wait = (len(text) - start) * 17 // 16
                 break
             before, end = text[at:start], start + read[0]
             if read[1]:
-                said = "" if self._separates(before) else before.rstrip()
-                found += self._content(said)
+                content = "" if self._separates(before) else before.rstrip()
+                items += self._content(content)
                 if not self._after_call:
                     self._gap = before[len(before.rstrip()) :]
-                found += [ToolCall(id=f"call_{uuid4().hex}", function=one) for one in read[1]]
+                items += [
+                    ToolCall(id=f"call_{uuid4().hex}", function=function) for function in read[1]
+                ]
                 self._after_call = True
                 self.count += len(read[1])
             else:
                 end = max(end, start + len(tag))
-                found += self._content(text[at:end])
+                items += self._content(text[at:end])
             at = end
         self._text = text[at:]
         if last:
-            return found + self._content(self._cut(len(self._text)))
+            return items + self._content(self._cut(len(self._text)))
         text = text[at : opening.start()] if opening else self._text
         ends = [len(text.rstrip())] if opening else [tag_start(text, tag) for tag in self.opens]
         end = min(ends)
-        return found + self._content(self._cut(0 if self._separates(text[:end]) else end))
+        return items + self._content(self._cut(0 if self._separates(text[:end]) else end))
 
     def _read(self, text: str, start: int, *, last: bool) -> tuple[int, Sequence[Function]] | None:
         """Call `read` at a possible start of a call with a growing part of the text, in time linear
@@ -151,17 +153,17 @@ class ToolParser:
         `MAX_LONG_FAILURES` failures only short calls are parsed."""
         size = SHORT_CALL
         while start + size < len(text):
-            found = self.read(text[start : start + size], last=False)
-            if found is None and self._long_failures >= MAX_LONG_FAILURES:
+            result = self.read(text[start : start + size], last=False)
+            if result is None and self._long_failures >= MAX_LONG_FAILURES:
                 return 0, ()
-            if found is not None:
+            if result is not None:
                 break
             size *= 4
         else:
-            found = self.read(text[start:], last=last)
-        if found is not None and not found[1]:
+            result = self.read(text[start:], last=last)
+        if result is not None and not result[1]:
             self._long_failures += size > SHORT_CALL
-        return found
+        return result
 
     def _separates(self, text: str) -> bool:
         return self._after_call and text.strip() in ("", *self.between)
@@ -185,9 +187,9 @@ class ToolParser:
 
     def _content(self, text: str) -> list[str | ToolCall]:
         if self._after_call:
-            own = text.lstrip()
-            gap = self._gap or text[: len(text) - len(own)] or " "
-            text = gap + own if own and self._has_content else own
+            stripped = text.lstrip()
+            gap = self._gap or text[: len(text) - len(stripped)] or " "
+            text = gap + stripped if stripped and self._has_content else stripped
         if not text:
             return []
         self._after_call, self._has_content = False, True
@@ -296,7 +298,7 @@ def read_list(text: str, start: int, *, last: bool) -> Read | None:
         written = msgspec.json.decode(text[start:end], type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return 0, ()
-    calls = [decode_call(bytes(one).decode(), ARGUMENTS) for one in written]
+    calls = [decode_call(bytes(item).decode(), ARGUMENTS) for item in written]
     return end, [call for call in calls if call] if all(calls) else ()
 
 
@@ -343,18 +345,18 @@ class DeepSeekV3(ToolParser):
     def _calls(self, text: str, *, cut: bool) -> list[Function]:
         """The calls of a block; none if it contains anything else. cut: its last tag may be
         missing."""
-        found, at = list[Function](), 0
+        calls, at = list[Function](), 0
         while head := self.head.match(text, at):
             end = value_end(text, head.end())
             if not end or not is_object(text[head.end() : end]):
                 return []
-            found.append(Function(head[1].strip(), text[head.end() : end]))
+            calls.append(Function(head[1].strip(), text[head.end() : end]))
             if cut and len(text) < end + len(self.tail) and self.tail.startswith(text[end:]):
-                return found
+                return calls
             if not text.startswith(self.tail, end):
                 return []
             at = end + len(self.tail)
-        return [] if text[at:].strip() else found
+        return [] if text[at:].strip() else calls
 
 
 class DeepSeekV31(DeepSeekV3):
@@ -452,16 +454,16 @@ class Phi4MiniJson(ToolParser):
 
     def read(self, text: str, *, last: bool) -> Read | None:
         tagged = text.startswith(PHI_OPEN)
-        found = read_list(text, len(PHI_OPEN if tagged else WORD), last=last)
-        if found is None or not found[1] or not tagged:
-            return found
-        end, calls = found
-        rest = text[end:].lstrip()
-        if rest.startswith(PHI_CLOSE):
+        result = read_list(text, len(PHI_OPEN if tagged else WORD), last=last)
+        if result is None or not result[1] or not tagged:
+            return result
+        end, calls = result
+        following = text[end:].lstrip()
+        if following.startswith(PHI_CLOSE):
             return text.index(PHI_CLOSE, end) + len(PHI_CLOSE), calls
-        if PHI_CLOSE.startswith(rest):  # the tag may follow, or the end of the text has cut it
+        if PHI_CLOSE.startswith(following):  # the tag may follow, or the end of the text has cut it
             return (len(text), calls) if last else None
-        return found
+        return result
 
 
 PYTHONIC_START = re.compile(r"\[\s*[^\W\d][\w.-]*\s*\(")
@@ -496,7 +498,7 @@ class Pythonic(ToolParser):
 
 def _calls(text: str) -> list[Function]:
     """Raises ValueError, or an error of `ast.literal_eval`, for anything but calls."""
-    found, at = list[Function](), 0
+    calls, at = list[Function](), 0
     while at < len(text):
         call = PYTHONIC_CALL.match(text, at)
         end = call and value_end(text, call.end(), PYTHON)
@@ -506,9 +508,9 @@ def _calls(text: str) -> list[Function]:
             _arguments(text[call.end() + 1 : end - 1]), ensure_ascii=False, allow_nan=False
         )
         arguments.encode()  # rejects unpaired surrogates
-        found.append(Function(call[1], arguments))
+        calls.append(Function(call[1], arguments))
         at = following.end()
-    return found
+    return calls
 
 
 def _arguments(text: str) -> dict[str, Json]:
@@ -525,13 +527,13 @@ def _split(text: str) -> list[str]:
     """The parts between commas that are in no bracket or string."""
     parts, start, at = list[str](), 0, 0
     token = re.compile(f"{PYTHON.pattern}|,", re.DOTALL)
-    while found := token.search(text, at):
-        at = found.end()
-        if found[0] == ",":
-            parts.append(text[start : found.start()])
+    while match := token.search(text, at):
+        at = match.end()
+        if match[0] == ",":
+            parts.append(text[start : match.start()])
             start = at
-        elif found[0] in ("(", "[", "{"):
-            at = value_end(text, found.start(), PYTHON) or len(text)
+        elif match[0] in ("(", "[", "{"):
+            at = value_end(text, match.start(), PYTHON) or len(text)
     return [*parts, text[start:]] if text[start:].strip() else parts
 
 
@@ -596,10 +598,10 @@ class Qwen3Coder(ToolParser):
     @staticmethod
     def _end(text: str, end: int, *, last: bool) -> int | None:
         """The end of a call, given the end of its function; None if more text is needed."""
-        rest = text[end:].lstrip()
-        if rest.startswith(CLOSE):
+        following = text[end:].lstrip()
+        if following.startswith(CLOSE):
             return text.index(CLOSE, end) + len(CLOSE)
-        if not CLOSE.startswith(rest):
+        if not CLOSE.startswith(following):
             return end
         return len(text) if last else None
 
@@ -617,13 +619,13 @@ def _named(schema: Any) -> Iterator[str]:
     """The names of the types that a JSON schema allows."""
     if not isinstance(schema, dict):
         return
-    given = schema.get("type")
-    yield from [given] if isinstance(given, str) else given or ()
+    types = schema.get("type")
+    yield from [types] if isinstance(types, str) else types or ()
     for key in ("anyOf", "oneOf", "allOf"):
         for inner in schema.get(key) or ():
             yield from _named(inner)
-    if not given and "enum" in schema:
-        yield from {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
+    if not types and "enum" in schema:
+        yield from {"string" if isinstance(value, str) else "any" for value in schema["enum"]}
 
 
 def typed(text: str, types: frozenset[str] | None) -> Json:
@@ -658,8 +660,8 @@ def load_format(name: str, root: Path) -> type[ToolParser]:
     """The parser of a tool format, one of `TOOL_FORMATS` or "file.py:name" in the folder `root`.
     Raises ConfigError for an unknown name."""
     if ":" in name:
-        own: type[ToolParser] = load_attribute(name, root, key=KEY)
-        return own
+        user_format: type[ToolParser] = load_attribute(name, root, key=KEY)
+        return user_format
     if name not in TOOL_FORMATS:
         near = nearest(name, TOOL_FORMATS)
         raise ConfigError(f"{KEY} = {name!r}; {near}, or your own as file.py:name")

@@ -224,11 +224,11 @@ def loss_terms(
     if algo.topk and not algo.distill:
         read.add("old_candidates")
     for name in sorted(read - ({"old", "old_candidates"} if fresh else set())):
-        known = len(columns.get(name, ()))
-        if name not in columns or known != batch.n_tokens:
+        count = len(columns.get(name, ()))
+        if name not in columns or count != batch.n_tokens:
             raise TrainingError(
                 f"{who} needs {batch.n_tokens} log-probs of the {IN_WORDS[name]}, and there are "
-                f"{known or 'none'}; choose a preset or options that do not read them"
+                f"{count or 'none'}; choose a preset or options that do not read them"
             )
         _check_finite(columns[name], name, who)
     credit = compute_advantages(algo, batch) if advantage is None else advantage
@@ -260,10 +260,10 @@ def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
     credit = algo.credit(batch)
     who = f"algorithm {algo.name!r}, step {batch.step}:"
     if not isinstance(credit, Tensor) or credit.shape != (batch.n_tokens,):
-        found = f"{tuple(credit.shape)}" if isinstance(credit, Tensor) else type(credit).__name__
+        returned = f"{tuple(credit.shape)}" if isinstance(credit, Tensor) else type(credit).__name__
         raise TrainingError(
-            f"{who} {where(algo.credit)} returned {found}; return a tensor with one advantage for "
-            f"each of the {batch.n_tokens} tokens of the batch"
+            f"{who} {where(algo.credit)} returned {returned}; return a tensor with one advantage "
+            f"for each of the {batch.n_tokens} tokens of the batch"
         )
     credit = credit.detach().double()
     if infinite := int(credit.isinf().sum()):
@@ -294,9 +294,9 @@ def loss_coefficients(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Ten
     now_K, teacher_K = logprobs.candidates.current, logprobs.candidates.teacher
     if algo.distill is None or now_K is None or teacher_K is None:
         return total.to(p)
-    known = ~teacher_K.isnan().any(-1)  # a call without privileged text has no teacher
+    has_teacher = ~teacher_K.isnan().any(-1)  # a call without privileged text has no teacher
     pull_K = torch.zeros_like(now_K)
-    pull_K[known] = algo.distill.pull(now_K[known], teacher_K[known])
+    pull_K[has_teacher] = algo.distill.pull(now_K[has_teacher], teacher_K[has_teacher])
     pull_K = terms.weight[index, None] * pull_K
     pull_K[:, 0] += total
     return pull_K.to(p)
@@ -332,11 +332,11 @@ def weights(
 
     A unit or part is live if the mask keeps one of its tokens; others are not in any denominator.
     part: ids of the parts of the units; default: each unit is one part."""
-    kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
+    live = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
-    tokens = reduce_by(kept, part)[part].clamp(min=1)
-    parts = reduce_by(kept / tokens, unit).round()  # every live part sums to 1
-    u = kept.double() / (parts > 0).sum().clamp(min=1) / parts[unit].clamp(min=1)
+    tokens = reduce_by(live, part)[part].clamp(min=1)
+    parts = reduce_by(live / tokens, unit).round()  # every live part sums to 1
+    u = live.double() / (parts > 0).sum().clamp(min=1) / parts[unit].clamp(min=1)
     if inner == "mean":
         return u / tokens
     return u / const if inner == "const" else u
@@ -370,15 +370,15 @@ def gate_factors(
 ) -> list[tuple[Gate, Tensor, Tensor]]:
     """Each gate with its pooled log-ratios [n] and factors [n]."""
     advantage = terms.advantage[index]
-    found = []
+    factors = []
     for gate in algo.gates:
         ids = terms.ids[gate.by][index] if gate.by else None
         raw = logprobs.of(gate.num) - logprobs.of(gate.den)
-        kept = raw if gate.pre is None else gate.pre(raw, advantage, logprobs)
-        lr = pool(kept, ids, gate.how)
+        changed = raw if gate.pre is None else gate.pre(raw, advantage, logprobs)
+        lr = pool(changed, ids, gate.how)
         factor = _factors(gate.fn, lr, terms, logprobs, index)
-        found.append((gate, lr, factor * (kept == raw)))
-    return found
+        factors.append((gate, lr, factor * (changed == raw)))
+    return factors
 
 
 def _of_whole_step(fn: GateFn | None) -> bool:

@@ -54,22 +54,25 @@ class LogProbs:
 
     def at(self, index: Tensor) -> LogProbs:
         """The same for the tokens with these indices."""
-        own = {
-            each.name: column[index]
-            for each in fields(self)
-            if isinstance(column := getattr(self, each.name), Tensor)
+        columns = {
+            column_field.name: column[index]
+            for column_field in fields(self)
+            if isinstance(column := getattr(self, column_field.name), Tensor)
         }
         several = fields(self.candidates)
-        known = ((each.name, getattr(self.candidates, each.name)) for each in several)
-        candidates = Candidates(**{name: x[index] for name, x in known if x is not None})
-        return replace(self, **own, candidates=candidates)
+        computed = (
+            (column_field.name, getattr(self.candidates, column_field.name))
+            for column_field in several
+        )
+        candidates = Candidates(**{name: x[index] for name, x in computed if x is not None})
+        return replace(self, **columns, candidates=candidates)
 
     def of(self, model: Model) -> Tensor:
         """The log-probs of one model. Raises TrainingError if they are not computed."""
-        found: Tensor | None = getattr(self, model)
-        if found is None:
+        logprobs: Tensor | None = getattr(self, model)
+        if logprobs is None:
             raise TrainingError(f"the log-probs of the {model} are not computed; see `Algo.needs`")
-        return found
+        return logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,10 @@ class GivenLogProbs:
 
     def computed(self) -> dict[str, Tensor]:
         """The computed log-probs, by field."""
-        every = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {name: column for name, column in every if column is not None}
+        columns = (
+            (column_field.name, getattr(self, column_field.name)) for column_field in fields(self)
+        )
+        return {name: column for name, column in columns if column is not None}
 
     def during(self, now: Tensor, sampler: Tensor) -> LogProbs:
         """With the current log-probs [n] of the tokens, or those of their candidates [n, K]."""

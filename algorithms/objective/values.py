@@ -47,16 +47,16 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
     reads a value there. Raises TrainingError for two targets of one value."""
     parts = [part for part in nested_records(algo.credit) if isinstance(part, FromValues)]
     reading = dict.fromkeys(part for part in parts if _reads_critic(part.value))
-    found = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
+    targets = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
     for part in reading:
         target = part.returns(batch).detach()
-        if not (found.isnan() | target.isnan()).all():
+        if not (targets.isnan() | target.isnan()).all():
             raise TrainingError(
                 f"algorithm {algo.name!r} reads one critic in {len(reading)} different ways, so "
                 "the critic's targets are ambiguous; set `value` to a reward in all but one of them"
             )
-        found = torch.where(target.isnan(), found, target)
-    return found
+        targets = torch.where(target.isnan(), targets, target)
+    return targets
 
 
 def _reads_critic(value: object) -> bool:
@@ -70,9 +70,9 @@ def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms:
 
 def value_terms(target: Tensor, old: Tensor, *, clip: float) -> ValueTerms:
     """Terms of one optimizer step, with equal weights for all known returns [N]."""
-    known = ~target.isnan()
-    weight = known.double() / known.sum().clamp(min=1)
-    return ValueTerms(torch.where(known, target, 0.0), old.double(), weight, clip)
+    has_target = ~target.isnan()
+    weight = has_target.double() / has_target.sum().clamp(min=1)
+    return ValueTerms(torch.where(has_target, target, 0.0), old.double(), weight, clip)
 
 
 def value_loss(terms: ValueTerms, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,9 +104,9 @@ def value_metrics(terms: ValueTerms) -> dict[str, float]:
     target, old = terms.returns[live], terms.old[live]
     spread = target.var(correction=0)
     noise = 1e-12 * target.square().mean()  # rounding error
-    left = (target - old).var(correction=0)
+    residual = (target - old).var(correction=0)
     return {
         "critic/value_mean": float(old.mean()),
         "critic/return_mean": float(target.mean()),
-        "critic/explained_variance": float(1 - left / spread) if spread > noise else 0.0,
+        "critic/explained_variance": float(1 - residual / spread) if spread > noise else 0.0,
     }

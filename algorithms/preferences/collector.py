@@ -90,8 +90,8 @@ class StoredReference:
     logprobs: Mapping[str, Float32] = field(default_factory=dict)  # by rollout id
 
     def __call__(self, batch: Batch) -> Tensor:
-        every = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
-        return torch.cat(every) if every else torch.empty(0)
+        columns = [torch.tensor(self.logprobs[id], dtype=torch.float64) for id in batch.rollouts]
+        return torch.cat(columns) if columns else torch.empty(0)
 
 
 def from_dataset(updater: Updater) -> Updater:
@@ -142,8 +142,8 @@ class DatasetCollector:
         kind = "demonstration" if side is None else "pair" if side.paired else "label"
         scorer = self._reference() if self.updater.reference is not None else None
         for split in (TRAIN, TEST):
-            every = await self.store.items(data.set_name, data.version, split=split)
-            items, lost = [item for item in every if item.kind == kind], Counter[str]()
+            all_items = await self.store.items(data.set_name, data.version, split=split)
+            items, lost = [item for item in all_items if item.kind == kind], Counter[str]()
             parts = [
                 items[first : first + ITEMS_PER_READ]
                 for first in range(0, len(items), ITEMS_PER_READ)
@@ -153,7 +153,7 @@ class DatasetCollector:
                 counted = ", ".join(f"{count} {why}" for why, count in lost.most_common())
                 log.warning("%s items of split %r are left out: %s", lost.total(), split, counted)
             if split == TRAIN and not self.items[split]:
-                counts = Counter(item.kind for item in every)
+                counts = Counter(item.kind for item in all_items)
                 kinds = ", ".join(f"{count} of kind {name}" for name, count in counts.items())
                 raise ConfigError(
                     f"data.name = {data.name!r}: split {split!r} has "
@@ -187,8 +187,10 @@ class DatasetCollector:
             return
         groups = await self._groups(TEST, range(len(items)), step)
         await self._read_reference(groups)
-        batch, given = updater.score(updater.algo, updater.batch(await self._seen(groups)))
-        terms = loss_terms(updater.algo, batch, given, fresh=True)
+        batch, logprobs = updater.score(
+            updater.algo, updater.batch(await self._with_images(groups))
+        )
+        terms = loss_terms(updater.algo, batch, logprobs, fresh=True)
         assert terms.added is not None
         p = updater.learner.logprobs(batch).double()
         metrics = terms.added.metrics(p)
@@ -214,18 +216,18 @@ class DatasetCollector:
 
     async def _read_reference(self, groups: Sequence[Group]) -> None:
         """Read the reference's log-probs of these completions."""
-        if isinstance(known := self.updater.reference, StoredReference):
+        if isinstance(stored := self.updater.reference, StoredReference):
             names = [rollout.id for group in groups for rollout in group.rollouts]
-            known.logprobs = await self.store.logprobs(self.reference, names)
+            stored.logprobs = await self.store.logprobs(self.reference, names)
 
     async def _score(self, scorer: Callable[[Batch], Tensor], groups: Sequence[Group]) -> None:
         """Compute and store the reference's log-probs of completions that have none."""
         rows = {row.id: row for group in groups for row in group.rollouts}
-        known = await self.store.logprobs(self.reference, list(rows))
-        missing = [replace(row, group=id) for id, row in rows.items() if id not in known]
+        stored = await self.store.logprobs(self.reference, list(rows))
+        missing = [replace(row, group=id) for id, row in rows.items() if id not in stored]
         if missing:
             alone = [Group(id=row.id, run="", step=0, rollouts=[row]) for row in missing]
-            batch = self.updater.batch(await self._seen(alone), 0)
+            batch = self.updater.batch(await self._with_images(alone), 0)
             q = scorer(batch)
             logprobs = {
                 id: float32(q[batch.token_rollout == u].tolist())
@@ -250,23 +252,25 @@ class DatasetCollector:
 
     def _defect(self, name: str, calls: Sequence[Transition | None]) -> str:
         """Why a completion cannot be trained; empty if it can."""
-        known, limit = [call for call in calls if call], self.tokenizer.context
-        if len(known) < len(calls) or not known:
+        rendered, limit = [call for call in calls if call], self.tokenizer.context
+        if len(rendered) < len(calls) or not rendered:
             return "that the chat template does not render, or renders by rewriting earlier turns"
-        if limit and any(len(call.prompt) + len(call.completion) > limit for call in known):
+        if limit and any(len(call.prompt) + len(call.completion) > limit for call in rendered):
             return f"longer than the {limit} tokens that the model reads"
         bos = self.loaded.tokenizer.bos_token_id
-        if bos is not None and list(known[0].prompt[:2]) == [bos, bos]:
+        if bos is not None and list(rendered[0].prompt[:2]) == [bos, bos]:
             return "that begin with BOS twice: the chat template adds one, and the text has another"
-        if not any(call.completion for call in known):
+        if not any(call.completion for call in rendered):
             return "with a completion without sampled tokens"
-        group = Group(id=name, run="", step=0, rollouts=[_rollout(name, name, known, {})])
+        group = Group(id=name, run="", step=0, rollouts=[_rollout(name, name, rendered, {})])
         sizes = {POLICY: vocabulary_size(self.loaded.model)}
         return "with tokens of another tokenizer" if unreadable_reason(group, sizes) else ""
 
-    async def _seen(self, groups: list[Group]) -> list[Group]:
+    async def _with_images(self, groups: list[Group]) -> list[Group]:
         """The groups with the image tokens of their calls."""
-        calls = [call for group in groups for one in group.rollouts for call in one.transitions]
+        calls = [
+            call for group in groups for rollout in group.rollouts for call in rollout.transitions
+        ]
         if not any(call.images for call in calls):
             return groups
         if self.inputs:
@@ -276,22 +280,32 @@ class DatasetCollector:
     async def _unseen(self, sides: Mapping[str, Sequence[Transition | None]]) -> list[str]:
         """The completions with images that the model does not read."""
         shown = {name: [call for call in calls if call] for name, calls in sides.items()}
-        shown = {name: own for name, own in shown.items() if any(call.images for call in own)}
+        shown = {
+            name: shown_calls
+            for name, shown_calls in shown.items()
+            if any(call.images for call in shown_calls)
+        }
         if self.inputs is None:
             return list(shown)
         alone = [
             Group(id=name, run="", step=0, rollouts=[_rollout(name, name, calls, {})])
             for name, calls in shown.items()
         ]
-        found = [group.rollouts[0] for group in await self._seen(alone)]
-        return [one.id for one in found if not all(call.exact for call in one.transitions)]
+        rollouts = [group.rollouts[0] for group in await self._with_images(alone)]
+        return [
+            rollout.id
+            for rollout in rollouts
+            if not all(call.exact for call in rollout.transitions)
+        ]
 
     async def _sides(self, items: Sequence[Item]) -> dict[str, list[Transition | None]]:
         """The calls of each completion with token ids, at temperature 1, at which the losses are
         defined; None for a call that the chat template cannot render."""
         names = [side for item in items for side in item.sides]
         sides = await self.store.sides(names)
-        if self.inputs and (text := [c for own in sides.values() for c in own if not c.exact]):
+        if self.inputs and (
+            text := [c for side_calls in sides.values() for c in side_calls if not c.exact]
+        ):
             await self.inputs.fetch(self.store, self.config.name, text)
 
         def with_tokens(call: Transition) -> Transition | None:
@@ -302,9 +316,9 @@ class DatasetCollector:
 
     async def _groups(self, split: str, chosen: Sequence[int], step: int) -> list[Group]:
         """Items by index as groups; single completions with the completion of the previous item."""
-        every, loss = self.items[split], loss_of(self.updater.algo)
+        all_items, loss = self.items[split], loss_of(self.updater.algo)
         moved = loss is not None and not loss.paired
-        items, before = [every[i] for i in chosen], [every[i - 1] for i in chosen if moved]
+        items, before = [all_items[i] for i in chosen], [all_items[i - 1] for i in chosen if moved]
         sides = await self._sides([*items, *before])
 
         def side(name: str, group: str, **rewards: float) -> Rollout:

@@ -128,10 +128,10 @@ def completion_terms(loss: CompletionLoss, batch: Batch, q: Tensor | None) -> Co
     ties = 0
     for number, name in enumerate(batch.groups if loss.paired else ()):
         members = (batch.rollout_group == number).nonzero().flatten().tolist()
-        own = [float(values[i]) for i in members]
-        found = choose_pairs(own, loss.how, loss.least, loss.per_group, name)
-        pairs += [(members[a], members[b]) for a, b in found]
-        ties += not found
+        rewards = [float(values[i]) for i in members]
+        chosen = choose_pairs(rewards, loss.how, loss.least, loss.per_group, name)
+        pairs += [(members[a], members[b]) for a, b in chosen]
+        ties += not chosen
     better, worse = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
     label = torch.where(mismatched | values.isnan(), torch.nan, (values >= loss.threshold).double())
     return CompletionTerms(
@@ -163,15 +163,15 @@ def loss_value(
         )
     now = LogProbSums(sums, terms.reference, terms.tokens.clamp(min=1))
     if not loss.paired:
-        known = (present & ~terms.label.isnan()).nonzero().flatten()
+        labelled = (present & ~terms.label.isnan()).nonzero().flatten()
         kl = torch.zeros((), dtype=sums.dtype)
         if terms.mismatched.any():
             kl = now.log_ratio[terms.mismatched].detach().mean().clamp(min=0)
-        each = loss.fn(now.at(known), terms.label[known], kl, **loss.options)
-        return (each * terms.weight[known]).sum() / max(1, terms.count)
+        losses = loss.fn(now.at(labelled), terms.label[labelled], kl, **loss.options)
+        return (losses * terms.weight[labelled]).sum() / max(1, terms.count)
     a, b = a[present[a]], b[present[a]]
-    each = loss.fn(now.at(a), now.at(b), **loss.options)
-    total = (each * terms.weight[a]).sum() / max(1, terms.count)
+    losses = loss.fn(now.at(a), now.at(b), **loss.options)
+    total = (losses * terms.weight[a]).sum() / max(1, terms.count)
     return total - loss.nll * sums[a].sum() / terms.tokens[terms.better].sum().clamp(min=1)
 
 
@@ -182,17 +182,17 @@ def completion_metrics(loss: CompletionLoss, terms: CompletionTerms, p: Tensor) 
     a, b = terms.better, terms.worse
     if not loss.paired:
         a, b = (terms.label == 1).nonzero().flatten(), (terms.label == 0).nonzero().flatten()
-    every = torch.ones_like(terms.tokens, dtype=torch.bool)
-    found = {"preferences/loss": loss_value(loss, terms, sums, every)}
-    found |= {f"rewards/{k}": reward[i].mean() for k, i in (("chosen", a), ("rejected", b))}
-    found |= {f"logps/{k}": sums[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    present = torch.ones_like(terms.tokens, dtype=torch.bool)
+    values = {"preferences/loss": loss_value(loss, terms, sums, present)}
+    values |= {f"rewards/{k}": reward[i].mean() for k, i in (("chosen", a), ("rejected", b))}
+    values |= {f"logps/{k}": sums[i].mean() for k, i in (("chosen", a), ("rejected", b))}
     if loss.reference:
-        found["logps/chosen_drop"] = (terms.reference - sums)[a].mean()
+        values["logps/chosen_drop"] = (terms.reference - sums)[a].mean()
     if loss.paired:
-        found["rewards/accuracies"] = (reward[a] > reward[b]).double().mean()
-        found["rewards/margins"] = (reward[a] - reward[b]).mean()
-        found["preferences/length_gap"] = (terms.tokens[a] - terms.tokens[b]).mean()
-    metrics = {name: float(x) for name, x in found.items() if not x.isnan()}
+        values["rewards/accuracies"] = (reward[a] > reward[b]).double().mean()
+        values["rewards/margins"] = (reward[a] - reward[b]).mean()
+        values["preferences/length_gap"] = (terms.tokens[a] - terms.tokens[b]).mean()
+    metrics = {name: float(x) for name, x in values.items() if not x.isnan()}
     counted = {"preferences/pairs" if loss.paired else "preferences/labels": terms.count}
     return metrics | counted | {"preferences/ties": terms.ties}
 
@@ -215,12 +215,12 @@ KEEPS_PROMPTS.add(with_mismatched)
 def mismatched_rollout(row: Rollout, other: Rollout) -> Rollout:
     """The first prompt of `row` with the completions of `other`. Drops calls that do not continue
     their rollout's first prompt."""
-    own, first = row.transitions[0], other.transitions[0]
+    first_call, first = row.transitions[0], other.transitions[0]
     moved = [
         replace(
             call,
-            prompt=own.prompt + call.prompt[len(first.prompt) :],
-            images=own.images + call.images[len(first.images) :],
+            prompt=first_call.prompt + call.prompt[len(first.prompt) :],
+            images=first_call.images + call.images[len(first.images) :],
         )
         for call in other.transitions
         if call.prompt[: len(first.prompt)] == first.prompt

@@ -41,10 +41,10 @@ async def pin_dataset(store: Store, config: RunConfig) -> RunConfig:
         data = from_store(state.config).data
     version = data.version or max(versions, default=0)
     if version not in versions:
-        known = ", ".join(map(str, versions)) or "none"
+        complete = ", ".join(map(str, versions)) or "none"
         raise ConfigError(
             f"data.name = {data.name!r}: the store {config.store} has no such version (complete "
-            f"ones: {known}); make one with `agentrl data mine` or `import`"
+            f"ones: {complete}); make one with `agentrl data mine` or `import`"
         )
     pinned = replace(data, name=f"{data.set_name}@{version}")
     return replace(config, data=pinned)
@@ -62,8 +62,8 @@ def choose_pairs(
     extremes: the best and the worst. all: all pairs, the largest gap first. best-of: the best and a
     random other one, drawn with `seed`. per_group: maximum number of pairs; 0: all. NaN values are
     excluded."""
-    known = [i for i, value in enumerate(values) if not isnan(value)]
-    order = sorted(known, key=lambda i: -values[i])  # ties in order of index
+    scored = [i for i, value in enumerate(values) if not isnan(value)]
+    order = sorted(scored, key=lambda i: -values[i])  # ties in order of index
     if len(order) < 2:
         return []
     candidates = [(order[0], order[-1])]
@@ -71,8 +71,8 @@ def choose_pairs(
         candidates = sorted(combinations(order, 2), key=lambda two: values[two[1]] - values[two[0]])
     elif how == "best-of":
         candidates = [(order[0], random.Random(seed).choice(order[1:]))]
-    found = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, MIN_DIFFERENCE)]
-    return found[: per_group or None]
+    pairs = [(a, b) for a, b in candidates if values[a] - values[b] >= max(least, MIN_DIFFERENCE)]
+    return pairs[: per_group or None]
 
 
 ROWS_PER_CALL = 500  # completions or items per call to the store
@@ -95,14 +95,14 @@ class Draft:
     known: set[str] = field(default_factory=set)
     images: dict[str, Image] = field(default_factory=dict)  # not stored yet, by digest
 
-    def side(self, made: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
+    def side(self, calls: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
         """Add a completion and return its digest. Its calls are copied, or are `part` of a
         `rollout`."""
-        digest = digest_of(made)
+        digest = digest_of(calls)
         if digest not in self.known:
             self.known.add(digest)
-            own = list(made) if rollout is None else []
-            self.sides.append(Side(digest=digest, rollout=rollout, own=own, **part))
+            copied = list(calls) if rollout is None else []
+            self.sides.append(Side(digest=digest, rollout=rollout, own=copied, **part))
         return digest
 
     def add(self, kind: Kind, prompt: bytes, chosen: str, **fields: Any) -> None:
@@ -132,15 +132,15 @@ class Draft:
     async def commit(self) -> Dataset:
         """Store the items, except contradictory ones, and complete the version."""
         pairs = {(item.chosen, item.rejected) for item in self.items.values()}
-        kept = list(self.items.values())
+        consistent = list(self.items.values())
         if self.conflicts == "drop":
-            kept = [item for item in kept if (item.rejected, item.chosen) not in pairs]
-        if dropped := len(self.items) - len(kept):
+            consistent = [item for item in consistent if (item.rejected, item.chosen) not in pairs]
+        if dropped := len(self.items) - len(consistent):
             self.counts["contradictions"] += dropped
-        self.counts.update(f"{item.kind} ({item.split})" for item in kept)
+        self.counts.update(f"{item.kind} ({item.split})" for item in consistent)
         await self.flush(least=1)
-        for first in range(0, len(kept), ROWS_PER_CALL):
-            part = enumerate(kept[first : first + ROWS_PER_CALL], first)
+        for first in range(0, len(consistent), ROWS_PER_CALL):
+            part = enumerate(consistent[first : first + ROWS_PER_CALL], first)
             numbered = [replace(item, position=position) for position, item in part]
             await self.store.add_items(self.name, self.version, numbered, [])
         return await self.store.commit_dataset(self.name, self.version)

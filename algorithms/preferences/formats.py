@@ -52,8 +52,10 @@ async def export_rows(
         names = {"chosen": item.chosen, "rejected": item.rejected}
         sides = await store.sides([name for name in names.values() if name])
         first = sides[item.chosen][0]
-        seen = {image for calls in sides.values() for call in calls for image in call.images}
-        images = await store.images("", sorted(seen)) if seen else {}
+        image_digests = {
+            image for calls in sides.values() for call in calls for image in call.images
+        }
+        images = await store.images("", sorted(image_digests)) if image_digests else {}
         prompt = written(first.messages, images)
         row: dict[str, Any] = {"prompt": prompt, "split": item.split}
         if first.tools:
@@ -61,15 +63,15 @@ async def export_rows(
         for word, digest in names.items():
             if digest:
                 calls = sides[digest]
-                said = [*calls[-1].messages[len(first.messages) :], calls[-1].answer]
+                messages = [*calls[-1].messages[len(first.messages) :], calls[-1].answer]
                 key = word if item.kind == "pair" else "completion"
-                row[key] = written([message for message in said if message], images)
+                row[key] = written([message for message in messages if message], images)
                 if all(call.exact for call in calls):
                     start = len(first.prompt)
-                    whole = [*calls[-1].prompt[start:], *calls[-1].completion]
-                    row |= {"prompt_ids": list(first.prompt), f"{key}_ids": whole}
-        known = {"label": item.label, "labels": item.steps, "margin": item.margin}
-        rows.append(row | {key: value for key, value in known.items() if value not in (None, [])})
+                    completion_ids = [*calls[-1].prompt[start:], *calls[-1].completion]
+                    row |= {"prompt_ids": list(first.prompt), f"{key}_ids": completion_ids}
+        labels = {"label": item.label, "labels": item.steps, "margin": item.margin}
+        rows.append(row | {key: value for key, value in labels.items() if value not in (None, [])})
     return rows
 
 
@@ -90,11 +92,11 @@ def with_digests(row: Row) -> tuple[Row, list[Image]]:
     }
     if files and not any(_is_gap(part) for talk in talks.values() for part in _parts(talk)):
         talks = _shown_first(row, len(files))
-    found: dict[str, Image] = {}
+    images: dict[str, Image] = {}
     used = start = 0  # images of this column, and of the columns before the answers
     for key in (key for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS) if key in talks):
         at = start if key in ANSWER_COLUMNS else used
-        talks[key], at = _named(talks[key], key, files, at, found)
+        talks[key], at = _named(talks[key], key, files, at, images)
         used = max(used, at)
         start = start if key in ANSWER_COLUMNS else at
     if used != len(files):
@@ -102,42 +104,42 @@ def with_digests(row: Row) -> tuple[Row, list[Image]]:
             f"{len(files)} images, and {used} parts of type 'image' in the messages: give one for "
             "each"
         )
-    own = {key: x for key, x in row.items() if not (files and key in COLUMNS)}
-    return own | talks, list(found.values())
+    other_columns = {key: x for key, x in row.items() if not (files and key in COLUMNS)}
+    return other_columns | talks, list(images.values())
 
 
 def _named(
-    talk: Any, where: str, files: list[str], at: int, found: dict[str, Image]
+    talk: Any, where: str, files: list[str], at: int, images: dict[str, Image]
 ) -> tuple[Any, int]:
     """A column with digests, and the number of files used so far."""
 
-    def part(given: Any, place: str) -> Any:
+    def part(value: Any, place: str) -> Any:
         nonlocal at
-        if _is_gap(given):
+        if _is_gap(value):
             at += 1
             url = files[at - 1] if at <= len(files) else ""
             if not url:
                 raise ConfigError(f"{place} is an image, and the row has {len(files)} images")
-            given = {"type": KIND, KIND: {"url": url}}
-        if url_of(given) is None:
-            return given
+            value = {"type": KIND, KIND: {"url": url}}
+        if url_of(value) is None:
+            return value
         try:
-            image = read_image(given)
+            image = read_image(value)
         except ImageRefusedError as error:
             raise ConfigError(f"{place} is an image that cannot be seen: {error}") from None
-        found[image.digest] = image
-        about = given[KIND] if isinstance(given[KIND], dict) else {}
+        images[image.digest] = image
+        about = value[KIND] if isinstance(value[KIND], dict) else {}
         return {"type": KIND, KIND: {**about, "url": SCHEME + image.digest}}
 
-    said = []
+    messages = []
     for number, message in enumerate([talk] if isinstance(talk, dict) else talk):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             place = f"{where}[{number}].content"
             parts = [part(given, f"{place}[{index}]") for index, given in enumerate(content)]
             message = {**message, "content": parts}
-        said.append(message)
-    return said[0] if isinstance(talk, dict) else said, at
+        messages.append(message)
+    return messages[0] if isinstance(talk, dict) else messages, at
 
 
 def _is_gap(part: Any) -> bool:
@@ -147,26 +149,26 @@ def _is_gap(part: Any) -> bool:
 
 def _parts(talk: Any) -> list[Any]:
     messages = [talk] if isinstance(talk, dict) else talk
-    contents = (one.get("content") for one in messages if isinstance(one, dict))
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _shown_first(row: Row, count: int) -> dict[str, Any]:
     """The columns of messages with all images before the first text of a user, as TRL has them."""
     gaps: list[Any] = [{"type": "image"}] * count
-    asked = next((key for key in PROMPT_COLUMNS if row.get(key)), None)
+    prompt_key = next((key for key in PROMPT_COLUMNS if row.get(key)), None)
     talks = {
         key: row[key]
         for key in (*PROMPT_COLUMNS, *ANSWER_COLUMNS)
         if isinstance(row.get(key), list | dict)
     }
-    for key in [asked] if asked else [key for key in ANSWER_COLUMNS if key in talks]:
+    for key in [prompt_key] if prompt_key else [key for key in ANSWER_COLUMNS if key in talks]:
         talk = row[key]
         if isinstance(talk, str):
             talks[key] = [{"role": "user", "content": [*gaps, {"type": "text", "text": talk}]}]
             continue
-        messages = [dict(one) for one in ([talk] if isinstance(talk, dict) else talk)]
-        first = next((one for one in messages if one.get("role") == "user"), None)
+        messages = [dict(message) for message in ([talk] if isinstance(talk, dict) else talk)]
+        first = next((message for message in messages if message.get("role") == "user"), None)
         if first is not None:
             text = first.get("content")
             parts = text if isinstance(text, list) else [{"type": "text", "text": text or ""}]
@@ -177,13 +179,13 @@ def _shown_first(row: Row, count: int) -> dict[str, Any]:
 
 def _files(row: Row) -> list[str]:
     """The images of the column `images`, as data URLs."""
-    own = next((row[key] for key in COLUMNS if row.get(key) is not None), None)
-    given: list[Any] = own if isinstance(own, list) else [] if own is None else [own]
-    return [_url(one) for one in given]
+    column = next((row[key] for key in COLUMNS if row.get(key) is not None), None)
+    values: list[Any] = column if isinstance(column, list) else [] if column is None else [column]
+    return [_url(value) for value in values]
 
 
-def _url(given: Any) -> str:
-    body: Any = given.get("bytes") if isinstance(given, dict) else given
+def _url(value: Any) -> str:
+    body: Any = value.get("bytes") if isinstance(value, dict) else value
     if hasattr(body, "save"):  # a decoded image of `datasets`
         file = BytesIO()
         body.save(file, "PNG")
@@ -194,7 +196,7 @@ def _url(given: Any) -> str:
     if isinstance(body, str) and body.startswith("data:"):
         return body
     raise ConfigError(
-        f"images: {given!r:.80} is not an image; give the bytes of its file, or leave the column "
+        f"images: {value!r:.80} is not an image; give the bytes of its file, or leave the column "
         "out"
     )
 
@@ -269,8 +271,8 @@ def _add(draft: Draft, row: Row) -> None:
             return
         # One call per label: the answer up to the end of its step.
         ends = ["\n".join(texts[:n]) for n in range(1, len(texts) + 1)]
-        said = [{"role": "assistant", "content": text} for text in ends]
-        _add_item(draft, row, "steps", question, said, steps=labels)
+        answers = [{"role": "assistant", "content": text} for text in ends]
+        _add_item(draft, row, "steps", question, answers, steps=labels)
     elif "chosen" in row and "rejected" in row:
         _add_pair(draft, row)
     elif "completion" in row and "label" in row:
@@ -283,7 +285,7 @@ def _add(draft: Draft, row: Row) -> None:
         _add_ranked(draft, row)
     elif key := next((key for key in ("messages", "conversations") if key in row), None):
         talk = _with_system(row, _imitated(row, _messages(row, key)))
-        size = next((n for n, one in enumerate(talk) if n and _is_learned(one)), len(talk))
+        size = next((n for n, message in enumerate(talk) if n and _is_learned(message)), len(talk))
         _add_item(draft, row, "demonstration", talk[:size], talk[size:])
     else:
         raise ConfigError(f"columns {', '.join(row)}: no known format. Known are {FORMATS}")
@@ -295,8 +297,8 @@ def _imitated(row: Row, talk: list[Message]) -> list[Message]:
         return talk
     wanted = _convert(row["imitate"], set[int], "imitate")
     return [
-        one if index in wanted or one["role"] != "assistant" else {**one, "weight": 0}
-        for index, one in enumerate(talk)
+        message if index in wanted or message["role"] != "assistant" else {**message, "weight": 0}
+        for index, message in enumerate(talk)
     ]
 
 
@@ -305,12 +307,14 @@ def _add_pair(draft: Draft, row: Row) -> None:
     if not prompt:
         chosen, rejected = _dialogue(chosen), _dialogue(rejected)
     if min(len(chosen), len(rejected)) > 1 and (
-        not prompt or all(_after(prompt, said) for said in (chosen, rejected))
+        not prompt or all(_after(prompt, answer) for answer in (chosen, rejected))
     ):
         size = _common(chosen, rejected)
-        system = [one for one in prompt[:1] if one["role"] == "system" != chosen[0]["role"]]
+        system = [
+            message for message in prompt[:1] if message["role"] == "system" != chosen[0]["role"]
+        ]
         prompt, chosen, rejected = [*system, *chosen[:size]], chosen[size:], rejected[size:]
-    chosen, rejected = (said[_after(prompt, said) :] for said in (chosen, rejected))
+    chosen, rejected = (answer[_after(prompt, answer) :] for answer in (chosen, rejected))
     names = [(f"{side}_rating", f"score_{side}") for side in ("chosen", "rejected")]
     rated = [next((key for key in keys if key in row), None) for keys in names]
     better, worse = (None if key is None else _number(row[key], key) for key in rated)
@@ -324,23 +328,28 @@ def _add_pair(draft: Draft, row: Row) -> None:
 
 
 def _add_ranked(draft: Draft, row: Row) -> None:
-    found = _convert(row["completions"], list[Ranked], "completions")
-    ranks = [_number(one.rank, "rank") for one in found]
-    order = sorted(range(len(found)), key=lambda i: ranks[i])
+    ranked = _convert(row["completions"], list[Ranked], "completions")
+    ranks = [_number(entry.rank, "rank") for entry in ranked]
+    order = sorted(range(len(ranked)), key=lambda i: ranks[i])
     for worse in order[1:]:
         if ranks[worse] == ranks[order[0]]:
             draft.counts[TIES] += 1
         else:
-            sides = ({"completion": found[i].completion} for i in (order[0], worse))
+            sides = ({"completion": ranked[i].completion} for i in (order[0], worse))
             answers = (_messages(side, "completion") for side in sides)
             _add_item(draft, row, "pair", _prompt(row), *answers)
 
 
 def _add_item(
-    draft: Draft, row: Row, kind: Kind, prompt: list[Message], *said: list[Message], **fields: Any
+    draft: Draft,
+    row: Row,
+    kind: Kind,
+    prompt: list[Message],
+    *answers: list[Message],
+    **fields: Any,
 ) -> None:
     tools = _tools(row.get("tools"))
-    sides = [_calls(prompt, one, tools, alone=kind == "steps") for one in said]
+    sides = [_calls(prompt, answer, tools, alone=kind == "steps") for answer in answers]
     if not all(sides) or not prompt:
         draft.counts[NO_ANSWER] += 1
         return
@@ -371,23 +380,23 @@ def _number(value: Any, column: str) -> float:
 
 
 def _completion(row: Row, prompt: Sequence[Message]) -> list[Message]:
-    said = _messages(row, "completion")
-    return said[_after(prompt, said) :]
+    messages = _messages(row, "completion")
+    return messages[_after(prompt, messages) :]
 
 
-def _after(prompt: Sequence[Message], said: Sequence[Message]) -> int:
+def _after(prompt: Sequence[Message], answer: Sequence[Message]) -> int:
     """The number of messages with which an answer repeats its prompt, as UltraFeedback's do; 0: it
     does not."""
-    asked = [_text_of(one) for one in prompt if one["role"] != "system"]
-    places = [n for n, one in enumerate(said, 1) if one["role"] != "system"]
-    if not asked or len(places) < len(asked):
+    questions = [_text_of(message) for message in prompt if message["role"] != "system"]
+    places = [n for n, message in enumerate(answer, 1) if message["role"] != "system"]
+    if not questions or len(places) < len(questions):
         return 0
-    if [_text_of(said[n - 1]) for n in places[: len(asked)]] == asked:
-        return places[len(asked) - 1]
-    if said[places[0] - 1]["role"] == "assistant":  # it continues the prompt
+    if [_text_of(answer[n - 1]) for n in places[: len(questions)]] == questions:
+        return places[len(questions) - 1]
+    if answer[places[0] - 1]["role"] == "assistant":  # it continues the prompt
         return 0
     # The prompt may be the last question alone.
-    last = [n for n in places if [_text_of(said[n - 1])] == asked]
+    last = [n for n in places if [_text_of(answer[n - 1])] == questions]
     return last[-1] if last else 0
 
 
@@ -399,14 +408,14 @@ def _text_of(message: Message) -> tuple[Json, Json]:
 TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")  # of HH-RLHF's texts
 
 
-def _dialogue(said: list[Message]) -> list[Message]:
+def _dialogue(messages: list[Message]) -> list[Message]:
     """The messages of a text with turns of a human and an assistant."""
-    texts = [one.get("content") for one in said]
+    texts = [message.get("content") for message in messages]
     if len(texts) != 1 or not isinstance(text := texts[0], str) or not TURN.match(text):
-        return said
+        return messages
     _, *turns = TURN.split(text)
     roles = ("user" if who == "Human" else "assistant" for who in turns[::2])
-    return [*chain(*map(_said, turns[1::2], roles))]
+    return [*chain(*map(_text_message, turns[1::2], roles))]
 
 
 def _prompt(row: Row) -> list[Message]:
@@ -414,20 +423,22 @@ def _prompt(row: Row) -> list[Message]:
     return _with_system(row, _dialogue(_messages(row, key, "user"))) if key else []
 
 
-def _with_system(row: Row, said: list[Message]) -> list[Message]:
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
     """The messages, preceded by ShareGPT's column `system`."""
     system = _messages(row, "system", "system") if "system" in row else []
-    return [*system, *said]
+    return [*system, *messages]
 
 
 def _tools(value: Any) -> list[dict[str, Json]]:
     value = _decoded(value, "tools")
     if isinstance(value, list):
-        value = [_decoded(one, "tools") for one in value]
+        value = [_decoded(tool, "tools") for tool in value]
     tools = _convert(value or [], list[dict[str, Json]], "tools")
     return [
-        {"type": "function", "function": one} if "name" in one and "function" not in one else one
-        for one in tools
+        {"type": "function", "function": tool}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
     ]
 
 
@@ -446,12 +457,12 @@ def _messages(row: Row, column: str, role: str = "assistant") -> list[Message]:
     value = row[column]
     if isinstance(value, str):
         if column not in ("messages", "conversations") and not _is_chat(value):
-            return _said(value, role)
+            return _text_message(value, role)
         value = _decoded(value, column)
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list):
         raise ConfigError(f"{column}: {value!r:.80} is neither text nor messages; write it as text")
-    return [_message(one, f"{column}[{index}]") for index, one in enumerate(listed)]
+    return [_message(item, f"{column}[{index}]") for index, item in enumerate(listed)]
 
 
 def _is_chat(text: str) -> bool:
@@ -459,39 +470,39 @@ def _is_chat(text: str) -> bool:
     if not text.lstrip().startswith("["):
         return False
     with suppress(msgspec.DecodeError):
-        found = msgspec.json.decode(text)
+        items = msgspec.json.decode(text)
         kinds = [
-            isinstance(one, dict) and ("content" in one or "from" in one or "tool_calls" in one)
-            for one in found
+            isinstance(item, dict) and ("content" in item or "from" in item or "tool_calls" in item)
+            for item in items
         ]
         return bool(kinds) and all(kinds)
     return False
 
 
-def _message(given: Any, where: str) -> Message:
-    if not isinstance(given, dict):
-        raise ConfigError(f"{where} is {given!r:.80}, not a message with a role and content")
-    shared = given.get("role") is None and "from" in given
-    said: Message = _sharegpt(given, where) if shared else given
-    if not isinstance(said.get("role"), str):
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {value!r:.80}, not a message with a role and content")
+    shared = value.get("role") is None and "from" in value
+    message: Message = _sharegpt(value, where) if shared else value
+    if not isinstance(message.get("role"), str):
         raise ConfigError(f'{where}: the message has no "role" that is text')
-    parts = said.get("content") or ""
-    if parts == "" and not (said.get("tool_calls") or "content" in said):
+    parts = message.get("content") or ""
+    if parts == "" and not (message.get("tool_calls") or "content" in message):
         raise ConfigError(f"{where}: the message has no content")
     if not isinstance(parts, str) and not _are_objects(parts):
         raise ConfigError(f"{where}: its content must be text or a list of parts")
-    if not _are_objects(said.get("tool_calls") or []):
+    if not _are_objects(message.get("tool_calls") or []):
         raise ConfigError(f"{where}: its tool_calls must be a list of objects")
     # Rows that differ in the order of fields are equal.
-    return {"role": said["role"]} | {key: said[key] for key in sorted(said)}
+    return {"role": message["role"]} | {key: message[key] for key in sorted(message)}
 
 
 def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _sharegpt(said: Message, where: str) -> Message:
-    name, value = said["from"], said.get("value")
+def _sharegpt(message: Message, where: str) -> Message:
+    name, value = message["from"], message.get("value")
     if name == CALL:
         try:
             called = msgspec.json.decode(str(value), type=CalledFunction | list[CalledFunction])
@@ -500,12 +511,12 @@ def _sharegpt(said: Message, where: str) -> Message:
                 f"{where}: {CALL} has no JSON with name and arguments ({error})"
             ) from None
         calls = called if isinstance(called, list) else [called]
-        return {"role": "assistant", "tool_calls": [_called(one) for one in calls]}
+        return {"role": "assistant", "tool_calls": [_called(entry) for entry in calls]}
     if not isinstance(name, str) or name not in ROLES:
         raise ConfigError(
             f"{where}: from {name!r:.80} is not a known role; write {', '.join(ROLES)}"
         )
-    others = {key: one for key, one in said.items() if key not in ("from", "value", "role")}
+    others = {key: entry for key, entry in message.items() if key not in ("from", "value", "role")}
     return others | {"role": ROLES[name]} | ({} if value is None else {"content": value})
 
 
@@ -518,47 +529,55 @@ def _called(function: CalledFunction) -> Json:
 def _labelled_steps(row: Row) -> tuple[list[Message], list[str], list[float | None]] | None:
     """Question, steps and labels from TRL's, PRM800K's or Math-Shepherd's columns, or None."""
     if "completions" in row and "labels" in row:
-        said = _convert(row["completions"], list[Any], "completions")
+        completions = _convert(row["completions"], list[Any], "completions")
         marks = _convert(row["labels"], list[Any], "labels")
         labels = [None if mark is None else _number(mark, "labels") for mark in marks]
-        return _prompt(row), [_text(one) for one in said], labels
+        return _prompt(row), [_text(completion) for completion in completions], labels
     if "question" in row and "label" in row:
         question = _convert(row["question"], Problem, "question").problem
-        found = _convert(row["label"], Solution, "label").steps or []
-        tried = [(step.completions or [], step.chosen_completion or 0) for step in found]
-        if lost := [i for i, (said, n) in enumerate(tried) if n >= len(said) > 0]:
+        solution_steps = _convert(row["label"], Solution, "label").steps or []
+        tried = [(step.completions or [], step.chosen_completion or 0) for step in solution_steps]
+        if lost := [i for i, (completions, n) in enumerate(tried) if n >= len(completions) > 0]:
             raise ConfigError(f"label: step {lost[0]} has no completion of its chosen number")
         # A step without completions was written by a labeller; sampled text ends there.
-        whole = next((i for i, (said, _) in enumerate(tried) if not said), len(tried))
-        steps = [said[n] for said, n in tried[:whole]]
+        complete = next(
+            (i for i, (completions, _) in enumerate(tried) if not completions), len(tried)
+        )
+        steps = [completions[n] for completions, n in tried[:complete]]
         right = [float((step.rating or 0) > 0) for step in steps]
-        return _said(question, "user"), [step.text for step in steps], list(right)
+        return _text_message(question, "user"), [step.text for step in steps], list(right)
     if "input" in row and "label" in row:
         text, label = (_convert(row[key], str, key) for key in ("input", "label"))
-        first, *rest = text.split(STEP_END)[:-1] or [text]
-        asked, _, start = first.partition(" Step 1:")
+        first, *later = text.split(STEP_END)[:-1] or [text]
+        question_text, _, start = first.partition(" Step 1:")
         lines = [line.strip() for line in label.split("\n")]  # a step may have several
         ends = [float(line[-1] == "+") for line in lines if line.endswith(("+", "-"))]
-        return _said(asked, "user"), [part.strip() for part in (f"Step 1:{start}", *rest)], [*ends]
+        return (
+            _text_message(question_text, "user"),
+            [part.strip() for part in (f"Step 1:{start}", *later)],
+            [*ends],
+        )
     return None
 
 
-def _said(text: str, role: str) -> list[Message]:
+def _text_message(text: str, role: str) -> list[Message]:
     return [{"role": role, "content": text}] if text else []
 
 
-def _text(said: Any) -> str:
-    if isinstance(said, str):
-        return said
-    messages = _messages({"completions": said}, "completions")
-    return "\n".join(_convert(one.get("content") or "", str, "completions") for one in messages)
+def _text(completion: Any) -> str:
+    if isinstance(completion, str):
+        return completion
+    messages = _messages({"completions": completion}, "completions")
+    return "\n".join(
+        _convert(message.get("content") or "", str, "completions") for message in messages
+    )
 
 
-def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
+def _common(a: Sequence[Message], b: Sequence[Message]) -> int:
     """The number of leading messages that two conversations share, not counting their last
     messages."""
-    size = min(len(one), len(other)) - 1
-    return next((i for i in range(size) if one[i] != other[i]), max(size, 0))
+    size = min(len(a), len(b)) - 1
+    return next((i for i in range(size) if a[i] != b[i]), max(size, 0))
 
 
 def _is_learned(message: Message) -> bool:
@@ -567,7 +586,11 @@ def _is_learned(message: Message) -> bool:
 
 
 def _calls(
-    prompt: Sequence[Message], said: Sequence[Message], tools: list[dict[str, Json]], *, alone: bool
+    prompt: Sequence[Message],
+    answers: Sequence[Message],
+    tools: list[dict[str, Json]],
+    *,
+    alone: bool,
 ) -> list[Transition]:
     """A call for each answer, with the prompt and, unless `alone`, earlier messages as context."""
     return [
@@ -576,7 +599,7 @@ def _calls(
             prompt=int32(), completion=int32(), logprobs=float32(),
             messages=before, answer=message, images=digests(before),
         )
-        for index, message in enumerate(said)
-        for before in [[*prompt, *([] if alone else said[:index])]]
+        for index, message in enumerate(answers)
+        for before in [[*prompt, *([] if alone else answers[:index])]]
         if _is_learned(message)
     ]  # fmt: skip

@@ -69,7 +69,7 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
     experts: dict[bytes, Found] = {}
     if spec.expert:
         async for group in _groups(store, draft, spec, spec.expert):
-            best = max(group, key=lambda found: found[1])
+            best = max(group, key=lambda member: member[1])
             if best[1] >= experts.get(_task(best[0]), best)[1]:
                 experts[_task(best[0])] = best
     async for group in _groups(store, draft, spec, spec.run):
@@ -82,11 +82,11 @@ async def mine(store: Store, draft: Draft, spec: MineSpec) -> None:
         elif spec.how == "reasked":
             _reasked(draft, group)
         elif spec.how == "expert":
-            known = experts.get(_task(group[0][0]))
-            some = [known, *group] if known else group
-            gaps = enumerate(some[0][1] - value for _, value, _ in some)
+            expert = experts.get(_task(group[0][0]))
+            with_expert = [expert, *group] if expert else group
+            gaps = enumerate(with_expert[0][1] - value for _, value, _ in with_expert)
             worse = [(0, i) for i, gap in gaps if gap >= max(spec.least, MIN_DIFFERENCE)]
-            _pairs(draft, some, worse[: spec.per_group or None] if known else [])
+            _pairs(draft, with_expert, worse[: spec.per_group or None] if expert else [])
         else:
             values = [value for _, value, _ in group]
             seed = group[0][0].group
@@ -107,13 +107,13 @@ async def _groups(
         after = page[-1].id if page else None
         waiting += [row for row in page if row.purpose is Purpose.TRAIN or row.step == SESSION]
         last = page[-1].group if page else None
-        whole = [row for row in waiting if row.group != last]
+        complete = [row for row in waiting if row.group != last]
         waiting = [row for row in waiting if row.group == last]
-        calls = await store.calls([row.id for row in whole])
+        calls = await store.calls([row.id for row in complete])
         groups: dict[str, list[Found]] = {}
-        for row in whole:
-            if found := _judged(draft, spec, row, calls.get(row.id, [])):
-                groups.setdefault(row.group, []).append(found)
+        for row in complete:
+            if judged := _judged(draft, spec, row, calls.get(row.id, [])):
+                groups.setdefault(row.group, []).append(judged)
         for group in groups.values():
             yield group
         if not page:
@@ -129,22 +129,26 @@ def _judged(
     number = step_number(rollout.step)
     if spec.steps is not None and not spec.steps[0] <= number <= spec.steps[1]:
         return None
-    own = [call for call in calls if _is_of(call, spec.policy)]
+    policy_calls = [call for call in calls if _is_of(call, spec.policy)]
     ended = rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED)
     ended &= not (rollout.branch and rollout.branch.without)  # repeats another rollout
     defects = {
         "rollouts that have not ended": not ended,
-        "rollouts without the reward": isnan(value) and not _judged_calls(spec, rollout, own),
-        "rollouts with calls of other policies": not own or len(own) < len(calls),
+        "rollouts without the reward": isnan(value)
+        and not _judged_calls(spec, rollout, policy_calls),
+        "rollouts with calls of other policies": not policy_calls or len(policy_calls) < len(calls),
         "older rollouts": any(
-            call.started < spec.since or (call.version or 0) < spec.least_version for call in own
+            call.started < spec.since or (call.version or 0) < spec.least_version
+            for call in policy_calls
         ),
-        "rollouts with calls without token ids": not (spec.inexact or all(c.exact for c in own)),
+        "rollouts with calls without token ids": not (
+            spec.inexact or all(c.exact for c in policy_calls)
+        ),
     }
-    if why := next((why for why, found in defects.items() if found), ""):
+    if why := next((why for why, applies in defects.items() if applies), ""):
         draft.counts[why] += 1
         return None
-    return rollout, value, own
+    return rollout, value, policy_calls
 
 
 def _is_of(call: Transition, policy: str) -> bool:
@@ -162,32 +166,32 @@ def _judged_calls(spec: MineSpec, rollout: Rollout, calls: list[Transition]) -> 
 def _pairs(draft: Draft, group: Sequence[Found], chosen: Sequence[tuple[int, int]]) -> None:
     draft.counts["groups without a pair"] += not chosen
     for better, worse in chosen:
-        (a, high, own), (b, low, other) = group[better], group[worse]
-        if _prompt(own[0]) != _prompt(other[0]):
+        (a, high, better_calls), (b, low, worse_calls) = group[better], group[worse]
+        if _prompt(better_calls[0]) != _prompt(worse_calls[0]):
             draft.counts["pairs whose completions begin with different prompts"] += 1
             continue
-        sides = [draft.side(calls, row.id) for row, calls in ((a, own), (b, other))]
+        sides = [draft.side(calls, row.id) for row, calls in ((a, better_calls), (b, worse_calls))]
         fields = {"rejected": sides[1], "margin": high - low, "source": f"{a.id} {b.id}"}
-        draft.add("pair", _prompt(own[0]), sides[0], **fields)
+        draft.add("pair", _prompt(better_calls[0]), sides[0], **fields)
 
 
 def _corrections(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
-    for found in group:
-        for index, reward in _rewarded(spec, found[0], found[2]):
-            better = replace(without_tokens(found[2][index]), answer=written(reward.note))
-            _pair_of_calls(draft, draft.side([better]), (found, index))
+    for member in group:
+        for index, reward in _rewarded(spec, member[0], member[2]):
+            better = replace(without_tokens(member[2][index]), answer=written(reward.note))
+            _pair_of_calls(draft, draft.side([better]), (member, index))
 
 
 def _reasked(draft: Draft, group: Sequence[Found]) -> None:
-    for found in group:
-        row, _, calls = found
+    for member in group:
+        row, _, calls = member
         pairs = reasked(calls, row.rewards)
         draft.counts["sessions in which nothing was asked again"] += not pairs
         for first, second in pairs:
             call, later = calls[first], calls[second]
             better = replace(call, completion=later.completion, logprobs=later.logprobs,
                              answer=later.answer, finish=later.finish)  # fmt: skip
-            _pair_of_calls(draft, draft.side([better]), (found, first))
+            _pair_of_calls(draft, draft.side([better]), (member, first))
 
 
 def _rewarded(
@@ -196,12 +200,12 @@ def _rewarded(
     """(index, reward) of the calls with a call-level reward that the spec uses."""
     name = {"label": spec.reward, "correction": CORRECTION}.get(spec.how)
     indices = {call.id: index for index, call in enumerate(calls)}
-    found = [r for r in rollout.rewards if r.name == name and r.scope is Scope.TRANSITION]
-    return [(indices[r.target], r) for r in found if r.target in indices]
+    rewards = [r for r in rollout.rewards if r.name == name and r.scope is Scope.TRANSITION]
+    return [(indices[r.target], r) for r in rewards if r.target in indices]
 
 
-def _side(draft: Draft, one: Place) -> str:
-    (row, _, calls), index = one
+def _side(draft: Draft, place: Place) -> str:
+    (row, _, calls), index = place
     return draft.side([calls[index]], row.id, first=index, calls=1)
 
 
@@ -219,8 +223,8 @@ def _prompt(call: Transition) -> bytes:
 
 def _key(call: Transition) -> tuple[bytes, bytes]:
     """A key that is equal for calls with the same prompt and completion."""
-    said = call.completion.tobytes() if call.exact else msgspec.json.encode(call.answer)
-    return _prompt(call), said
+    answer = call.completion.tobytes() if call.exact else msgspec.json.encode(call.answer)
+    return _prompt(call), answer
 
 
 def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
@@ -228,11 +232,11 @@ def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
     values = _values(group)
     forks: dict[bytes, dict[bytes, Place]] = {}
     branched = set()
-    for found in group:
-        for index, call in enumerate(found[2]):
-            prompt, said = _key(call)
-            forks.setdefault(prompt, {}).setdefault(said, (found, index))
-            if found[0].branch is not None and index == found[0].branch.calls:
+    for member in group:
+        for index, call in enumerate(member[2]):
+            prompt, answer = _key(call)
+            forks.setdefault(prompt, {}).setdefault(answer, (member, index))
+            if member[0].branch is not None and index == member[0].branch.calls:
                 branched.add(prompt)
     for prompt, answers in forks.items():
         if len(answers) < 2 or (spec.how == "branch" and prompt not in branched):
@@ -250,13 +254,13 @@ def _calls(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 
 def _labels(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
     values = _values(group) if spec.how == "mc" else {}
-    for found in group:
-        row, value, calls = found
+    for member in group:
+        row, value, calls = member
         side, prompt = draft.side(calls, row.id), _prompt(calls[0])
         if spec.how == "label":
             judged = [] if isnan(value) else [(side, prompt, value)]
             for index, reward in _rewarded(spec, row, calls):
-                judged.append((_side(draft, (found, index)), _prompt(calls[index]), reward.value))
+                judged.append((_side(draft, (member, index)), _prompt(calls[index]), reward.value))
             for side, prompt, worth in judged:
                 label = float(worth >= spec.threshold)
                 draft.add("label", prompt, side, label=label, source=row.id)
@@ -270,14 +274,14 @@ def _labels(draft: Draft, spec: MineSpec, group: Sequence[Found]) -> None:
 def _values(group: Sequence[Found]) -> Mapping[tuple[bytes, bytes], float]:
     """Call key -> mean, over the rollouts with this call, of the rollout's reward plus the rewards
     of this and later calls."""
-    found: dict[tuple[bytes, bytes], list[float]] = {}
+    totals: dict[tuple[bytes, bytes], list[float]] = {}
     for row, value, calls in group:
-        own = {r.target: r.value for r in row.rewards if r.scope is Scope.TRANSITION}
+        call_rewards = {r.target: r.value for r in row.rewards if r.scope is Scope.TRANSITION}
         ahead = value
         for call in reversed(calls):
-            ahead += own.get(call.id, 0.0)
-            found.setdefault(_key(call), []).append(ahead)
-    return {key: fmean(values) for key, values in found.items()}
+            ahead += call_rewards.get(call.id, 0.0)
+            totals.setdefault(_key(call), []).append(ahead)
+    return {key: fmean(values) for key, values in totals.items()}
 
 
 def _task(rollout: Rollout) -> bytes:

@@ -127,9 +127,10 @@ def dpo(
     """Direct preference optimization, and other losses of pairs. label_smoothing: the fraction of
     wrong labels. gamma: the margin of simpo. nll: the weight of imitating the better completions.
     how, least, per_group: which pairs of a group. arXiv 2305.18290."""
-    fn, given = LOSSES[loss], {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
+    fn = LOSSES[loss]
+    all_options = {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
     read = inspect.signature(fn).parameters
-    for name, value in given.items():
+    for name, value in all_options.items():
         if value and name not in read:
             raise ConfigError(
                 f"algorithm.options.{name} = {value}: the loss {loss!r} does not read it; remove it"
@@ -139,7 +140,7 @@ def dpo(
             "algorithm.options.label_smoothing = 0.0: the loss 'exo' takes its logarithm; set it "
             "above 0, such as 0.001"
         )
-    options = {name: value for name, value in given.items() if name in read}
+    options = {name: value for name, value in all_options.items() if name in read}
     side = CompletionLoss(
         fn,
         options,

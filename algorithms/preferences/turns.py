@@ -40,21 +40,21 @@ def _is_result(message: dict[str, Json]) -> bool:
 def turns(calls: Sequence[Transition]) -> list[list[int]]:
     """Indices of the calls of each turn, in the order of its first call. Calls of a turn have the
     same role and answer the same messages of the user."""
-    found: dict[bytes, list[int]] = {}
+    by_key: dict[bytes, list[int]] = {}
     for index, call in enumerate(calls):
-        found.setdefault(_key(call), []).append(index)
-    return list(found.values())
+        by_key.setdefault(_key(call), []).append(index)
+    return list(by_key.values())
 
 
 def turn_values(calls: Sequence[Transition], rewards: Iterable[Reward]) -> list[float | None]:
     """The value of each turn: the mean of the signals, feedback and corrections (0) of its calls;
     None if there are none."""
-    known: dict[str, list[float]] = {}
+    by_call: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is Scope.TRANSITION and row.name in (SIGNAL, FEEDBACK, CORRECTION):
-            known.setdefault(row.target or "", []).append(row.value)
-    found = [[x for i in turn for x in known.get(calls[i].id, ())] for turn in turns(calls)]
-    return [fmean(values) if values else None for values in found]
+            by_call.setdefault(row.target or "", []).append(row.value)
+    signals = [[x for i in turn for x in by_call.get(calls[i].id, ())] for turn in turns(calls)]
+    return [fmean(values) if values else None for values in signals]
 
 
 def reasked(calls: Sequence[Transition], rewards: Sequence[Reward]) -> list[tuple[int, int]]:
@@ -64,13 +64,13 @@ def reasked(calls: Sequence[Transition], rewards: Sequence[Reward]) -> list[tupl
     A turn follows another if the user's messages continue with one more."""
     ordered, values = turns(calls), turn_values(calls, rewards)
     numbers = {_key(calls[turn[0]]): number for number, turn in enumerate(ordered)}
-    found = []
+    pairs = []
     for turn, good in zip(ordered, values, strict=True):
         before = numbers.get(_key(calls[turn[0]], earlier=1))
         bad = None if before is None else values[before]
         if before is not None and bad is not None and good is not None and bad < MIN_GOOD <= good:
-            found.append((ordered[before][0], turn[0]))
-    return found
+            pairs.append((ordered[before][0], turn[0]))
+    return pairs
 
 
 def corrections(
@@ -86,10 +86,10 @@ def corrections(
 def written(correction: str) -> dict[str, Json]:
     """The assistant message of a correction."""
     with suppress(msgspec.DecodeError):
-        found: Json = msgspec.json.decode(correction)
-        whole = isinstance(found, dict) and found.get("role") == "assistant"
-        if whole and (isinstance(found.get("content"), str) or found.get("tool_calls")):
-            return dict(found)
+        message: Json = msgspec.json.decode(correction)
+        is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+        if is_answer and (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            return dict(message)
     return {"role": "assistant", "content": correction}
 
 

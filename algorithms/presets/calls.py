@@ -1,5 +1,5 @@
-"""Credit of calls by critics of calls, and of two levels: rollouts and calls, subgoals and what
-pursues them, main and sub-agents."""
+"""Credit of calls: by critics of calls, and on two levels (rollouts and calls, subgoals and the
+calls that pursue them, main agent and sub-agents)."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Tabular(RunningMean):
                 batch.transition_rollout.tolist(), batch.transitions, strict=True
             )
         ]
-        packed = (msgspec.msgpack.encode(state, order="sorted") for state in states)
-        return [hashlib.blake2b(whole, digest_size=12).hexdigest() for whole in packed]
+        encodings = (msgspec.msgpack.encode(state, order="sorted") for state in states)
+        return [hashlib.blake2b(encoded, digest_size=12).hexdigest() for encoded in encodings]
 
     def observed(self, batch: Batch) -> Tensor:
         return Returns(self.reward, self.gamma)(batch)
@@ -108,8 +108,8 @@ def agent_r1(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discou
     """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
     V of each call, or "mean-return", the mean return of earlier steps from the state before it, for
     tasks with few states; default: the critic. arXiv 2511.14460, 1506.02438."""
-    known = Tabular(reward, gamma) if value == MEAN_RETURN else value_of(value)
-    return Algo(whitened_gae(known, reward, gamma, lam))
+    values = Tabular(reward, gamma) if value == MEAN_RETURN else value_of(value)
+    return Algo(whitened_gae(values, reward, gamma, lam))
 
 
 @preset("ragen", clip=PPO_CLIP)
@@ -153,8 +153,8 @@ class CallsOrOutcome:
     reward: str
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~calls.call_rewards(batch, self.reward).isnan()
-        has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
+        rewarded = ~calls.call_rewards(batch, self.reward).isnan()
+        has = reduce_by(rewarded, batch.transition_rollout, len(batch.rollouts)) > 0
         return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
@@ -164,9 +164,9 @@ def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share 
     rollout without such a reward (no tool call) is compared by the sum of both. arXiv 2505.11821.
     """
     same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
-    both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
+    separate = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
     combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
-    return Algo(CallsOrOutcome(both, combined, turn_reward))
+    return Algo(CallsOrOutcome(separate, combined, turn_reward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class HiperGae:
         begins, acts = ~v_high.isnan(), ~v_low.isnan()
         counts, following = begins | acts, next_same(rollout)
         r = calls.call_rewards(batch, self.reward)
-        known = ~calls.discounted_return(r, 1.0, following).isnan()
+        has_return = ~calls.discounted_return(r, 1.0, following).isnan()
         r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
         time = torch.ones_like(r).masked_fill(acts, self.gamma)
         following = next_same(torch.where(counts, rollout, len(batch.rollouts)))
@@ -209,13 +209,13 @@ class HiperGae:
             after = torch.where(following >= 0, after, 0.0)
             delta = r + time * after - v_low
             advantage = scan(delta.nan_to_num(nan=0.0), time * self.lam, inside)
-            return torch.where(acts & known, advantage, torch.nan)
+            return torch.where(acts & has_return, advantage, torch.nan)
         segment = next_same(torch.where(begins, rollout, len(batch.rollouts)))
         after = torch.where(segment >= 0, v_high[segment], 0.0)
         decay = scan(time.log(), 1.0, inside).exp()
         delta = scan(r, time, inside) + decay * after - v_high
         advantage = scan(delta.nan_to_num(nan=0.0), decay * self.lam, segment)
-        return torch.where(begins & known, advantage, torch.nan)
+        return torch.where(begins & has_return, advantage, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +289,9 @@ class MainAndSubCredit:
 
 @preset("m-grpo", clip=PPO_CLIP, kl=True)
 def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub") -> Algo:
-    """The main role compared by the outcome, each sub-agent's calls by a reward of their own over
-    the group. Each call weighs 1 / number of its rollout's calls in statistics and loss; the paper
-    copies calls until all rollouts have the same number. arXiv 2511.13288."""
+    """Calls of the main role are compared by the outcome, those of each sub-agent by a reward of
+    their own, over the group. Each call weighs 1 / number of its rollout's calls in statistics and
+    loss; the paper copies calls until all rollouts have the same number. arXiv 2511.13288."""
     if core.level_of(sub_reward) != "transition":
         raise ConfigError(
             f"algorithm.options.sub_reward = {sub_reward!r}: must be a reward of calls; write "

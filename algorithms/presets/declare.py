@@ -54,21 +54,21 @@ class Option(NamedTuple):
 
 
 def options_of_function(function: Callable[..., Any]) -> dict[str, Option]:
-    """The keyword-only parameters that have a type."""
+    """The keyword-only parameters with a type annotation, by name."""
     hints = get_type_hints(function, include_extras=True)
-    found = {}
+    options = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is ONLY and name in hints:
-            found[name] = Option(hints[name], parameter.default)
-    return found
+            options[name] = Option(hints[name], parameter.default)
+    return options
 
 
 @dataclass(frozen=True, slots=True)
 class AlgoPreset:
     """A function of keyword options, and the shared options that it asks for: see `preset`.
 
-    A recipe has the function of the preset that it is `of`, other defaults of its options, the
-    modifiers that are named there, too, and a description of its own."""
+    A recipe has the function of the preset that it is based on (`of`, which may also name
+    modifiers), with other defaults and its own description."""
 
     name: str
     function: Callable[..., Any]
@@ -83,22 +83,22 @@ class AlgoPreset:
 
     def options(self) -> dict[str, Option]:
         """Type and default of each option, as a run file may set them. Raises ConfigError for a
-        parameter that can be no option, and for one that `@preset` declares, too."""
-        own = options_of_function(self.function)
+        parameter that cannot be an option, and for one that `@preset` declares too."""
+        options = options_of_function(self.function)
         for name, parameter in inspect.signature(self.function).parameters.items():
-            if name not in own and not (name == "reward" and self._takes_reward()):
+            if name not in options and not (name == "reward" and self._takes_reward()):
                 raise ConfigError(
                     f"algorithm.preset: the parameter {parameter.name!r} of "
                     f"{where(self.function)} is not a keyword-only option with a type; write "
                     "def name(*, option: float = 0.5) -> Algo"
                 )
-        for name in sorted(self._shared_options().keys() & own.keys()):
+        for name in sorted(self._shared_options().keys() & options.keys()):
             raise ConfigError(
                 f"algorithm.preset: the option {name!r} of {where(self.function)} is declared by "
                 "@preset, too; rename it, or remove the argument of @preset"
             )
         reward = {"reward": Option(str, self.reward)} if self._takes_reward() else {}
-        return with_defaults(reward | own | self._shared_options(), self.defaults)
+        return with_defaults(reward | options | self._shared_options(), self.defaults)
 
     @property
     def doc(self) -> str:
@@ -107,15 +107,15 @@ class AlgoPreset:
     def build(self, **options: Any) -> Algo:
         """The algorithm. Raises ConfigError if the function returns something else, or an `agg`
         that the declared average would replace, and for options that contradict each other."""
-        asked, options = options.get("average"), {**self.defaults, **options}
-        if asked == "sum" and options.get("length"):
+        requested_average, options = options.get("average"), {**self.defaults, **options}
+        if requested_average == "sum" and options.get("length"):
             raise ConfigError(
                 f"algorithm.options.length = {options['length']}: with average = 'sum' nothing is "
                 "divided by a length; set length = 0, or remove average"
             )
-        own = inspect.signature(self.function).parameters.keys()
+        parameters = inspect.signature(self.function).parameters.keys()
         shared = {"reward": self.reward} if self._takes_reward() else {}
-        algo = self.function(**shared | {key: x for key, x in options.items() if key in own})
+        algo = self.function(**shared | {key: x for key, x in options.items() if key in parameters})
         if not isinstance(algo, Algo):
             raise ConfigError(
                 f"algorithm.preset: {where(self.function)} returned {type(algo).__name__}, which "
@@ -166,11 +166,11 @@ class AlgoPreset:
 
 @dataclass(frozen=True, slots=True)
 class AlgoModifier:
-    """A function of an Algo and keyword options. prefix: of its options in a run file. host: the
-    preset to show it with.
+    """A function of an Algo and keyword options. prefix: that of its options in a run file. host:
+    the preset that the documentation shows it with.
 
-    A recipe has the function of the modifier that it is `of`, or of the preset whose credit it puts
-    in place of the host's (`credit_only`), with other defaults and a description of its own."""
+    A recipe has the function of the modifier that it is based on (`of`), or of the preset whose
+    credit replaces the host's (`credit_only`), with other defaults and its own description."""
 
     name: str
     function: Callable[..., Algo]
@@ -182,19 +182,19 @@ class AlgoModifier:
     text: str = ""
 
     def options(self) -> dict[str, Option]:
-        own = with_defaults(options_of_function(self.function), self.defaults)
-        return {self.prefix + name: option for name, option in own.items()}
+        options = with_defaults(options_of_function(self.function), self.defaults)
+        return {self.prefix + name: option for name, option in options.items()}
 
     @property
     def doc(self) -> str:
         return self.text or inspect.getdoc(self.function) or ""
 
     def build(self, algo: Algo, **options: Any) -> Algo:
-        given = {name.removeprefix(self.prefix): x for name, x in options.items()}
-        given = {**self.defaults, **given}
+        arguments = {name.removeprefix(self.prefix): x for name, x in options.items()}
+        arguments = {**self.defaults, **arguments}
         if self.credit_only:
-            return replace(algo, credit=self.function(outcome_of(algo), **given).credit)
-        return self.function(algo, **given)
+            return replace(algo, credit=self.function(outcome_of(algo), **arguments).credit)
+        return self.function(algo, **arguments)
 
 
 def with_defaults(options: dict[str, Option], defaults: Mapping[str, Any]) -> dict[str, Option]:
@@ -218,23 +218,23 @@ def preset(
     average: AverageName | None = None,
     kl: bool = False,
 ) -> Callable[[Build], Build]:
-    """Register a function of keyword options under a name. The function is unchanged; what a run
-    file names is the record `presets[name]`, with these shared options.
+    """Register a function of keyword options under a name. The function is unchanged; a run file
+    refers to the record `presets[name]`, which has these shared options.
 
     reward: default of the option `reward`, if the function has a parameter of that name. clip:
     defaults of the options clip_low, clip_high and (optionally) clip_dual of PPO's clip on the
     ratio of current to old policy. clip_by: default of the option clip_by, the unit whose tokens'
     geometric mean is one ratio. average: default of the option average, the units that the loss is
-    a mean over ("sum": rows, whose tokens are summed), beside length, a number of tokens to divide
-    by instead of a unit's own; the function then returns no `agg`. kl: add the option kl, the
-    coefficient of a k3 KL penalty to the reference.
+    a mean over ("sum": rows, whose tokens are summed); it comes with the option length, a number of
+    tokens to divide by instead of each unit's own. The function then returns no `agg`. kl: add the
+    option kl, the coefficient of a k3 KL penalty to the reference.
 
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Build) -> Build:
-        made = AlgoPreset(name, function, reward, clip, clip_by, average, kl)
-        add_preset(made)
-        declared[function] = made
+        record = AlgoPreset(name, function, reward, clip, clip_by, average, kl)
+        add_preset(record)
+        declared[function] = record
         return function
 
     return register
@@ -243,8 +243,9 @@ def preset(
 def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Build], Build]:
     """Register a function of an Algo and keyword options that applies to any preset as "+name".
 
-    prefix: prepended to its options in a run file, to tell them from the preset's. host: the preset
-    to show it with. Raises ConfigError for the name of one of the library's own modifiers."""
+    prefix: prepended to its options in a run file, to distinguish them from the preset's. host: the
+    preset that the documentation shows it with. Raises ConfigError for the name of one of the
+    library's own modifiers."""
 
     def register(function: Build) -> Build:
         add_modifier(AlgoModifier(name, function, prefix, host))
@@ -253,18 +254,18 @@ def modifier(name: str, *, prefix: str = "", host: str = "grpo") -> Callable[[Bu
     return register
 
 
-def add_preset(made: AlgoPreset) -> None:
-    _check_free(made.name, made.name in preset_names().hosts, made.function)
-    presets[made.name] = made
+def add_preset(record: AlgoPreset) -> None:
+    _check_free(record.name, record.name in preset_names().hosts, record.function)
+    presets[record.name] = record
 
 
-def add_modifier(made: AlgoModifier) -> None:
-    _check_free(made.name, made.name in preset_names().modifiers, made.function)
-    modifiers[made.name] = made
+def add_modifier(record: AlgoModifier) -> None:
+    _check_free(record.name, record.name in preset_names().modifiers, record.function)
+    modifiers[record.name] = record
 
 
-def _check_free(name: str, own: bool, function: Callable[..., Any]) -> None:
-    if own and not getattr(function, "__module__", "").startswith("agentrl.algorithms."):
+def _check_free(name: str, in_library: bool, function: Callable[..., Any]) -> None:
+    if in_library and not getattr(function, "__module__", "").startswith("agentrl.algorithms."):
         raise ConfigError(
             f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
             "another name"
@@ -276,16 +277,16 @@ def preset_named(name: str, root: Path = Path()) -> AlgoPreset:
     Raises ConfigError for a function that cannot be loaded or is no preset."""
     names = preset_names()
     library = {*names.hosts, *(f"+{word}" for word in names.modifiers)}
-    own = library | (presets.keys() - plugin_points("presets").names)
-    thing = load_plugin("presets", name, own, root, key=KEY)
-    if thing is None:
+    names_in_process = library | (presets.keys() - plugin_points("presets").names)
+    loaded = load_plugin("presets", name, names_in_process, root, key=KEY)
+    if loaded is None:
         return presets[name]
-    if not callable(thing):
-        check_call(thing, key=KEY)
-    # A decorated function has written its record; any other has its own options only.
-    if isinstance(thing, Hashable) and thing in declared:
-        return declared[thing]
-    return AlgoPreset(name, thing)
+    if not callable(loaded):
+        check_call(loaded, key=KEY)
+    # A decorated function has registered its record; any other has only its own options.
+    if isinstance(loaded, Hashable) and loaded in declared:
+        return declared[loaded]
+    return AlgoPreset(name, loaded)
 
 
 def modifier_named(name: str) -> AlgoModifier:

@@ -1,5 +1,5 @@
-"""Learning from what users write about answers: a reward of turns, and demonstrations besides the
-policy gradient.
+"""Learning from what users write about answers: a reward of turns, and demonstrations in addition
+to the policy gradient.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SHOWN = "transition:demonstrated"  # the reward of a demonstration's call
 
 @dataclass(frozen=True, slots=True)
 class Demonstrated:
-    """1 at the tokens of demonstrations, missing elsewhere, [N]: there psi is the token's weight,
-    as in supervised fine-tuning."""
+    """1 at the tokens of demonstrations, missing elsewhere, [N]. The 1 is the weight of a token,
+    psi, as in supervised fine-tuning."""
 
     reward: str = SHOWN
 
@@ -80,11 +80,11 @@ class Demonstrations:
 
     def of(self, rollout: Rollout, policy: TrainedPolicy) -> Iterator[Rollout]:
         calls = rollout.transitions
-        found = {index: corrected(calls[index], answer, policy)
+        demonstrated = {index: corrected(calls[index], answer, policy)
                  for index, answer in corrections(calls, rollout.rewards)}  # fmt: skip
         for first, second in reasked(calls, rollout.rewards) if self.asked_again else ():
-            found.setdefault(first, answered_as(calls[first], calls[second], policy))
-        for index, call in found.items():
+            demonstrated.setdefault(first, answered_as(calls[first], calls[second], policy))
+        for index, call in demonstrated.items():
             if call is not None:
                 yield _demonstration(rollout, call, index)
 
@@ -104,13 +104,13 @@ def corrected(
     if not trainable(call, policy.name) or policy.tokenizer is None:
         return None
     try:
-        before = policy.chat.encode(call.messages, call.tools)
+        prompt = policy.chat.encode(call.messages, call.tools)
         messages = [*call.messages, message]
-        whole = policy.chat.encode(messages, call.tools, add_generation_prompt=False)
+        conversation = policy.chat.encode(messages, call.tools, add_generation_prompt=False)
     except RequestError:
         return None
-    answer, end = list(whole[len(before) :]), policy.tokenizer.eos_token_id
-    if whole[: len(before)] != before or not policy.fits(len(call.prompt) + len(answer)):
+    answer, end = list(conversation[len(prompt) :]), policy.tokenizer.eos_token_id
+    if conversation[: len(prompt)] != prompt or not policy.fits(len(call.prompt) + len(answer)):
         return None
     answer = answer[: answer.index(end) + 1] if end in answer else answer
     return structs.replace(call, completion=int32(answer), answer=message, finish="stop")
@@ -132,11 +132,11 @@ def scored(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     if not batch.n_tokens:
         return groups
     logprobs = policy.logprobs(batch).cpu()
-    own = {
+    by_call = {
         id: float32(logprobs[batch.token_transition == index].tolist())
         for index, id in enumerate(batch.transitions)
     }
-    return map_calls(groups, lambda call: structs.replace(call, logprobs=own[call.id]))
+    return map_calls(groups, lambda call: structs.replace(call, logprobs=by_call[call.id]))
 
 
 @modifier("corrections", prefix="corrections_")

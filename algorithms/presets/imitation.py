@@ -29,13 +29,13 @@ class Best:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, group = rollout_rewards(batch, self.reward), batch.rollout_group
-        kept = x >= self.least
+        selected = x >= self.least
         if self.best:
-            rivals = (group[:, None] == group) & kept
+            rivals = (group[:, None] == group) & selected
             number = torch.arange(len(x))
             ahead = (x > x[:, None]) | ((x == x[:, None]) & (number < number[:, None]))
-            kept &= (rivals & ahead).sum(1) < self.best
-        return kept[batch.token_rollout]
+            selected &= (rivals & ahead).sum(1) < self.best
+        return selected[batch.token_rollout]
 
 
 @preset("sft")

@@ -1,10 +1,10 @@
 """Teams with discrete joint actions: VDN, QMIX and COMA.
 
 Episodes are made from rollouts or any other source. A batch of episodes is padded to the longest;
-every statistic and target masks the padding. A rollout becomes an episode as follows. Joint step k
-is the k-th call of every role. The action of a call is the index of its answer in a declared list
-of texts, with one more for any other answer. Its observation is the vector of hashed word counts of
-the messages since the agent's last answer.
+every statistic and target masks the padding. In the episode of a rollout, joint step k is the k-th
+call of every role. The action of a call is the index of its answer in a declared list of texts,
+with one more for any other answer. Its observation is the vector of hashed word counts of the
+messages since the agent's last answer.
 
 VDN and QMIX are mixers of agents' utilities into a team value. A mixer maps the agents' utilities
 q [..., n] and the team's state [..., s] to the value of the joint action [...]. It is monotone in
@@ -60,8 +60,8 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class TeamEpisode:
-    """T joint steps of n agents, and the observation after the last one, which is only read, and
-    required, if the episode was truncated."""
+    """T joint steps of n agents, and the observation after the last one, which is required, and
+    read, only if the episode was truncated."""
 
     observations: Tensor  # float32 [T + 1, n, o]
     states: Tensor  # float32 [T + 1, s]
@@ -103,7 +103,7 @@ def pad_episodes(episodes: Sequence[TeamEpisode], actions: int) -> Episodes:
     at = torch.arange(longest)
     last = at == steps[:, None] - 1
     ended = torch.tensor([episode.terminated for episode in episodes])
-    whole = Episodes(
+    padded = Episodes(
         observations=torch.zeros(count, longest + 1, n, width),
         states=torch.zeros(count, longest + 1, episodes[0].states.shape[-1]),
         actions=torch.zeros(count, longest, n, dtype=torch.int64),
@@ -118,15 +118,15 @@ def pad_episodes(episodes: Sequence[TeamEpisode], actions: int) -> Episodes:
         for name in ("observations", "states", "actions", "rewards", "available", "acting"):
             column = getattr(episode, name)
             if column is not None:
-                getattr(whole, name)[row, : len(column)] = column
-    return whole
+                getattr(padded, name)[row, : len(column)] = column
+    return padded
 
 
 def _check(number: int, episode: TeamEpisode, actions: int) -> None:
     steps = len(episode.rewards)
-    seen = {steps + 1, steps} if episode.terminated else {steps + 1}
+    rows = {steps + 1, steps} if episode.terminated else {steps + 1}
     for name, allowed in {
-        "actions": {steps}, "observations": seen, "states": seen, "available": seen, "acting": seen
+        "actions": {steps}, "observations": rows, "states": rows, "available": rows, "acting": rows
     }.items():  # fmt: skip
         column = getattr(episode, name)
         if column is not None and len(column) not in allowed:
@@ -155,28 +155,28 @@ class JointActionSpace:
         the last index for any other answer."""
         content = (call.answer or {}).get("content")
         text = content.strip().casefold() if isinstance(content, str) else ""
-        known = [action.strip().casefold() for action in self.actions]
-        return known.index(text) if text in known else len(known)
+        declared = [action.strip().casefold() for action in self.actions]
+        return declared.index(text) if text in declared else len(declared)
 
     def check(self, rollouts: Sequence[Rollout]) -> None:
         """Raise TrainingError for a role that made no call."""
-        found = {call.role for rollout in rollouts for call in rollout.transitions}
+        roles = {call.role for rollout in rollouts for call in rollout.transitions}
         for role in self.roles:
-            if found and role not in found:
+            if roles and role not in roles:
                 raise TrainingError(
                     f"algorithm.options.roles: none of the calls of {len(rollouts)} rollouts was "
-                    f"made in the role {role!r}; {nearest(role, found)}"
+                    f"made in the role {role!r}; {nearest(role, roles)}"
                 )
 
     def moves(self, rollout: Rollout) -> dict[str, tuple[int, int]]:
         """The joint step and agent of every call of these roles, by call id."""
         counts = dict.fromkeys(self.roles, 0)
-        found = {}
+        moves = {}
         for call in rollout.transitions:
             if call.role in counts:
-                found[call.id] = counts[call.role], self.roles.index(call.role)
+                moves[call.id] = counts[call.role], self.roles.index(call.role)
                 counts[call.role] += 1
-        return found
+        return moves
 
     def episode(self, rollout: Rollout, reward: float) -> TeamEpisode:
         """The rollout as an episode with the team's reward at its end. It is always terminated: the
@@ -296,10 +296,10 @@ class Utilities(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         count, steps, agents, _ = observations.shape
         names = torch.eye(agents).expand(count, steps, agents, agents)
-        seen = self.enter(torch.cat([observations, names], -1)).relu()
-        each = seen.transpose(1, 2).flatten(0, 1)  # one sequence per agent, [B * n, T, h]
-        kept = self.memory(each)[0].unflatten(0, (count, agents)).transpose(1, 2)
-        out: Tensor = self.leave(kept)
+        encoded = self.enter(torch.cat([observations, names], -1)).relu()
+        sequences = encoded.transpose(1, 2).flatten(0, 1)  # one sequence per agent, [B * n, T, h]
+        hidden = self.memory(sequences)[0].unflatten(0, (count, agents)).transpose(1, 2)
+        out: Tensor = self.leave(hidden)
         return out
 
 
@@ -483,8 +483,8 @@ class MixedCritic(nn.Module):
     def forward(self, data: Episodes) -> Tensor:
         q = self.utilities(data.observations[:, :-1])
         taken = torch.where(data.acting[:, :-1], of_action(q, data.actions), 0.0)
-        own = torch.eye(data.actions.shape[-1], dtype=torch.bool)[:, None]  # [n, 1, n]
-        utilities = torch.where(own, q[..., None], taken[:, :, None, None])  # [B, T, n, a, n]
+        is_own = torch.eye(data.actions.shape[-1], dtype=torch.bool)[:, None]  # [n, 1, n]
+        utilities = torch.where(is_own, q[..., None], taken[:, :, None, None])  # [B, T, n, a, n]
         state = data.states[:, :-1, None, None].expand(*utilities.shape[:-1], -1)
         out: Tensor = self.mixer(utilities, state)
         return out
@@ -563,10 +563,10 @@ class TeamCritic:
             saved = safetensors.load(base64.b64decode(msgspec.convert(data, str)))
         except (ValueError, SafetensorError) as error:
             raise msgspec.ValidationError(f"it cannot be read as a critic: {error}") from None
-        own = self._tensors()
-        if {k: x.shape for k, x in saved.items()} != {k: x.shape for k, x in own.items()}:
+        current = self._tensors()
+        if {k: x.shape for k, x in saved.items()} != {k: x.shape for k, x in current.items()}:
             raise msgspec.ValidationError("it is of a critic of other roles, actions or sizes")
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             tensor.copy_(saved[name])
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -616,16 +616,16 @@ class Counterfactual(RememberedColumn):
     ) -> tuple[Tensor, TeamCritic]:
         assert isinstance(part, TeamCritic)
         self.stage.check(rollouts)
-        known = [
+        usable = [
             row for row in rollouts if not isnan(row.reward(self.reward)) and self.stage.moves(row)
         ]
-        if not known:
+        if not usable:
             return torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64), part
-        episodes = [self.stage.episode(row, row.reward(self.reward)) for row in known]
+        episodes = [self.stage.episode(row, row.reward(self.reward)) for row in usable]
         advantages = part.advantages(episodes).tolist()
         of_call = {
             call: advantages[number][step][agent]
-            for number, row in enumerate(known)
+            for number, row in enumerate(usable)
             for call, (step, agent) in self.stage.moves(row).items()
         }
         column = [of_call.get(call, nan) for call in batch.transitions]

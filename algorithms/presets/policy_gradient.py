@@ -174,20 +174,20 @@ def gdpo(*, rewards: Mix = OUTCOME) -> Algo:
 
 @dataclass(frozen=True, slots=True)
 class BestOverSecond:
-    """The gap of the group's best rollout to the second, 0 for the others and if two are best;
-    `std`: divided by the standard deviation of the group. Pass@k, arXiv 2503.19595."""
+    """The gap between the group's best rollout and the second, 0 for the others and if two are
+    best; `std`: divided by the standard deviation of the group. Pass@k, arXiv 2503.19595."""
 
     reward: str = "outcome"
     std: bool = True
 
     def __call__(self, batch: Batch) -> Tensor:
         x, group, n = rollout_rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
-        known = ~x.isnan()
-        best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
-        second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
-        size, winners = (reduce_by(y, group, n)[group] for y in (known, best))
+        rewarded = ~x.isnan()
+        best = rewarded & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
+        second = reduce_by(torch.where(rewarded & ~best, x, -torch.inf), group, n, "amax")[group]
+        size, winners = (reduce_by(y, group, n)[group] for y in (rewarded, best))
         single = best & (size > 1) & (winners == 1)
-        gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
+        gap = torch.where(single, x - second, torch.where(rewarded, 0.0, torch.nan))
         if not self.std:
             return gap
         scale = core.standardise(x, group, norm="std").scale  # 0 where rewards differ by rounding
@@ -266,8 +266,8 @@ class RescaledByValid:
 
     def __call__(self, batch: Batch) -> Tensor:
         x = rewards(batch, self.reward)
-        known = ~x.isnan()
-        return x * known.sum() / (core.has_variance(batch, self.reward) & known).sum().clamp(1)
+        valid = ~x.isnan()
+        return x * valid.sum() / (core.has_variance(batch, self.reward) & valid).sum().clamp(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,8 +146,8 @@ def mixed_credit(
         )
         terms = tuple((DiscountedAdvantages(rel, decay), weight) for rel, decay, weight in returns)
         return GroupRelative(SumOfCalls(terms), by=by, base="none", norm=norm)
-    parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
-    return GroupRelative(calls.Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
+    weighted = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
+    return GroupRelative(calls.Returns(SumOfCalls(weighted), gamma), by=by, norm=norm)
 
 
 def stream_advantage(
@@ -252,7 +252,7 @@ def with_process(algo: Algo, *, streams: Streams) -> Algo:
 def prime(
     reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
 ) -> Algo:
-    """Outcome plus returns of a reward of calls, each minus the mean of the other rollouts,
+    """Outcome plus returns of a reward of calls, each minus the mean of the other rollouts and
     whitened; `scaled` divides the process rewards by their largest return. arXiv 2502.01456."""
     stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
     steps = stream_advantage(process, {process: stream})
@@ -279,8 +279,8 @@ def add_hindsight(groups: list[Group], policy: TrainedPolicy) -> list[Group]:
     the outcome. HCAPO, arXiv 2603.08754.
 
     The prompt is rendered again with the outcome at its end, and the learner computes the log-probs
-    of the sampled tokens after it. Samples nothing. Excludes calls of rollouts without an outcome,
-    calls whose last message is not text, and those that then exceed the context."""
+    of the sampled tokens after it. Nothing is sampled. Excludes calls of rollouts without an
+    outcome, calls whose last message is not text, and those that then exceed the context."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     informed = {call.id: call for rollout in rollouts for call in _with_outcome(rollout, policy)}
     batch = build_batch(map_calls(groups, lambda c: informed.get(c.id)), policy=policy.name)

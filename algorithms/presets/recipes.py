@@ -196,9 +196,9 @@ def modifier_of(row: Recipe) -> AlgoModifier:
         base: AlgoModifier | AlgoPreset = declare.modifiers[row.of[1:]]
     else:
         base = declare.presets[row.of]
-    own = options_of_function(base.function)
-    _check_options(row, own)
-    defaults = {key: x for key, x in {**base.defaults, **row.options}.items() if key in own}
+    options = options_of_function(base.function)
+    _check_options(row, options)
+    defaults = {key: x for key, x in {**base.defaults, **row.options}.items() if key in options}
     return AlgoModifier(
         name,
         base.function,

@@ -55,7 +55,7 @@ from agentrl.core.user_code import contained
 
 recipes.register()
 
-# What adds rewards that no verifier gives, by name.
+# Functions that add rewards that no verifier gives, by name of the reward.
 ADDED_REWARDS: Mapping[str, Prepare] = {
     process.HINDSIGHT: process.add_hindsight,
     TURN: add_turns,
@@ -82,14 +82,16 @@ def make(
     a user's preset that is no function of options, raises, or does not return an Algo."""
     host, added = parts_of_name(name, root)
     accepted = [host.options(), *(modifier.options() for modifier in added)]
-    valid = {option: kind for own in accepted for option, kind in own.items()}
+    valid = {option: kind for declared in accepted for option, kind in declared.items()}
     chosen = {option: _value(name, option, options[option], valid, root) for option in options}
     for option, (_, default) in sorted(valid.items()):
         if default is EMPTY and option not in chosen:
             raise ConfigError(f"algorithm.options.{option}: required by {name!r}; set it")
-    given = [{option: chosen[option] for option in own if option in chosen} for own in accepted]
-    algo = _built(host, given[0])
-    for modifier, own_options in zip(added, given[1:], strict=True):
+    arguments = [
+        {option: chosen[option] for option in declared if option in chosen} for declared in accepted
+    ]
+    algo = _built(host, arguments[0])
+    for modifier, own_options in zip(added, arguments[1:], strict=True):
         algo = modifier.build(algo, **own_options)
     read = rewards_read(algo.credit, algo.keep, algo.side, algo.telling)
     # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
@@ -115,7 +117,8 @@ def library_presets() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
 
 
 def _adding(read: Collection[str]) -> list[Prepare]:
-    """What adds the rewards that an algorithm reads to groups, where the library knows how."""
+    """The functions that add to groups those rewards that an algorithm reads and the library
+    computes."""
     return [add for reward, add in ADDED_REWARDS.items() if reward in read]
 
 
@@ -156,7 +159,7 @@ def _value(name: str, option: str, value: Any, valid: Mapping[str, Option], root
 
 def _check_tables(key: str, value: Any, kind: Any) -> None:
     """Raise ConfigError for an unknown field in an option that is a table of tables."""
-    inner = [part for outer in get_args(kind) for part in get_args(outer)]
+    inner = [inner for outer in get_args(kind) for inner in get_args(outer)]
     structs = [k for k in inner if isinstance(k, type) and issubclass(k, msgspec.Struct)]
     for struct in structs if isinstance(value, dict) else []:
         fields = {field.name for field in msgspec.structs.fields(struct)}

@@ -41,7 +41,7 @@ class BranchAdvantage:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, rollout = rollout_rewards(batch, self.reward), batch.transition_rollout
-        known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
+        rewarded, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
         v = known_mean(x[rollout], node)
         if self.how == "siblings":
             step = _siblings(batch, v, node)[node]
@@ -50,13 +50,13 @@ class BranchAdvantage:
             root = known_mean(x, group)[group[rollout]]
             step = v[node] - torch.where(before >= 0, v[node[before]], root)
             if self.how == "both":
-                step = (step + v[node] - root) / reduce_by(known, node)[node].sqrt()
-        return torch.where(known, step, torch.nan)
+                step = (step + v[node] - root) / reduce_by(rewarded, node)[node].sqrt()
+        return torch.where(rewarded, step, torch.nan)
 
 
 def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
-    """v minus the mean over the other samples of the same prompt, per node. A node counts as often
-    as it was sampled, not replayed."""
+    """v minus the mean over the other samples of the same prompt, per node. A node counts once for
+    each time it was sampled; replays do not count."""
     prompt = torch.zeros_like(v, dtype=torch.int64)
     prompt[node] = units(batch, "transition", "group", "prompt")
     drawn = reduce_by(~ids.of_calls(batch, "repeats"), node, v.numel())

@@ -91,8 +91,8 @@ def hgpo(
 ) -> Algo:
     """Calls compared with those in the same state and with the same previous states; longer
     histories weigh more. arXiv 2602.22817. Calls in states of their own have no credit. Where tools
-    answer alike after the call that decides, the error of the gradient is up to 1.3 times that of
-    `rloo`; where many calls earn a bit more than few it learns the opposite."""
+    give the same answers after the decisive call, the error of the gradient is up to 1.3 times that
+    of `rloo`; where many calls earn slightly more than few, it learns the opposite."""
     return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
 
 
@@ -100,12 +100,12 @@ def histories(batch: Batch) -> Tensor:
     """Ids of the rollout's states and actions up to each call's state, [S], within its group."""
     state = units(batch, "transition", "group", "role", "state")
     action, turn = ids.of_calls(batch, "action"), batch.transition_turn
-    before, found = previous(next_same(batch.transition_rollout)), state.clone()
+    before, histories = previous(next_same(batch.transition_rollout)), state.clone()
     for number in range(1, int(turn.max()) + 1):
         now = (turn == number).nonzero().squeeze(1)
         past = before[now]
-        found[now] = number * len(turn) + key(found[past], action[past], state[now])
-    return found
+        histories[now] = number * len(turn) + key(histories[past], action[past], state[now])
+    return histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +126,22 @@ class BatchTd:
 
     def __call__(self, batch: Batch) -> Tensor:
         returns = calls.Returns(self.reward, self.gamma)(batch)
-        known = (~returns.isnan()).nonzero().squeeze(1)
+        index = (~returns.isnan()).nonzero().squeeze(1)
         advantage = torch.full_like(returns, torch.nan)
-        if not known.numel():
+        if not index.numel():
             return advantage
-        x, rollout = returns[known], batch.transition_rollout[known]
+        x, rollout = returns[index], batch.transition_rollout[index]
         group, turn, state = (
-            units(batch, "transition", "group", *more)[known]
-            for more in ((), ("role", "turn"), ("role", "state"))
+            units(batch, "transition", "group", *extra)[index]
+            for extra in ((), ("role", "turn"), ("role", "state"))
         )
-        past, following = key(histories(batch)[known]), next_same(rollout)
+        past, following = key(histories(batch)[index]), next_same(rollout)
         after, count = mean_by(x, past)
         # Noise averages out over the groups of the batch, the bias of a wrong value does not.
         trust = reliability(count, *_between_groups(x, state, past, batch))
         apart = key(state, turn)
         timed = reliability(mean_by(x, apart)[1], *_between_groups(x, state, apart, batch))
-        received = calls.call_rewards(batch, self.reward)[known].nan_to_num(nan=0.0)
+        received = calls.call_rewards(batch, self.reward)[index].nan_to_num(nan=0.0)
         value = x
         for _ in range(int(batch.transition_turn.max()) + 1):
             mean = mean_by(x, state)[0]
@@ -149,20 +149,20 @@ class BatchTd:
             value += trust * (after - value)
             x = received + self.gamma * torch.where(following >= 0, value[following], 0.0)
         # Effects of an action that the next state does not show are in the returns.
-        missed = returns[known] - x
-        action = key(state, ids.of_calls(batch, "action")[known])
-        more, count = mean_by(missed, action)
+        missed = returns[index] - x
+        action = key(state, ids.of_calls(batch, "action")[index])
+        extra, count = mean_by(missed, action)
         trust = reliability(
             count, *variance_components(missed, apart, action, turn, SIGNIFICANT_ERRORS)
         )
-        x = x + trust * (more - mean_by(missed, state)[0])
+        x = x + trust * (extra - mean_by(missed, state)[0])
         # Targets at other turns may depend on this call; returns of other rollouts do not.
-        base, others = mean_by(returns[known], group, rollout)
+        base, others = mean_by(returns[index], group, rollout)
         same, count = mean_by(x, turn, rollout)
         base = torch.where(count > 0, same, base)
         same, count = mean_by(x, state, rollout)
         base += reliability(count, *variance_components(x, turn, state)) * (same - base)
-        advantage[known] = torch.where(others > 0, x - base, 0.0)
+        advantage[index] = torch.where(others > 0, x - base, 0.0)
         return advantage
 
 
@@ -192,18 +192,18 @@ def variance_components(
     number of standard errors (under a true variance of 0) to subtract from the variance between.
     """
     narrow, by = key(wide, narrow), key(torch.zeros_like(wide) if by is None else by)
-    one = torch.ones_like(x)
-    size, total = reduce_by(one, narrow)[narrow], reduce_by(one, wide)[wide]
+    ones = torch.ones_like(x)
+    size, total = reduce_by(ones, narrow)[narrow], reduce_by(ones, wide)[wide]
     several = (size < total).to(x.dtype)
     inner, outer = mean_by(x, narrow)[0], mean_by(x, wide)[0]
 
     def summed(y: Tensor) -> Tensor:
         return reduce_by(several * y, by)
 
-    members, groups, wides = summed(one), summed(1 / size), summed(1 / total)
+    members, groups, wides = summed(ones), summed(1 / size), summed(1 / total)
     squares, freedom = summed((x - inner).square()), members - groups
-    every = squares.sum() / freedom.sum().clamp(min=1.0)
-    within = torch.where(freedom > 0.5, squares / freedom, every)
+    pooled = squares.sum() / freedom.sum().clamp(min=1.0)
+    within = torch.where(freedom > 0.5, squares / freedom, pooled)
     spread = summed((inner - outer).square()) - (groups - wides) * within
     spread -= errors * within * (2 * (groups - wides)).clamp(min=0.0).sqrt()
     unit = members - summed(size / total)

@@ -1,8 +1,8 @@
 """Credit and averages for teams and self-play.
 
-A batch has the calls of one policy only. Credit that depends on other roles' calls is therefore a
-reward from the verifier, which sees the whole rollout (`agentrl.algorithms.team_rewards` has the
-formulas).
+A batch has the calls of one policy only. Credit that depends on other roles' calls therefore comes
+from the verifier, which sees the whole rollout, as a reward (`agentrl.algorithms.team_rewards` has
+the formulas).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def spiral(
 
 
 def has_own_baseline(part: object) -> bool:
-    """Whether a comparison is of advantages, not of rewards."""
+    """Whether a comparison is one of advantages instead of rewards."""
     return isinstance(part, GroupRelative) and callable(part.reward) and part.base == "none"
 
 

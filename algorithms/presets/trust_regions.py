@@ -150,8 +150,8 @@ class DivergenceGate:
 class TopKDivergenceGate(DivergenceGate):
     """As `DivergenceGate`, with the distance between distributions over k tokens (the sampled one
     and the most probable others before the first update) and one symbol for the rest. For num
-    "current", den "old", with these log-probs as candidates. In the first step these two are one
-    and the factor is 1. DPPO, arXiv 2602.04879."""
+    "current", den "old", with these log-probs as candidates. In the first step these two are the
+    same and the factor is 1. DPPO, arXiv 2602.04879."""
 
     k: int = 20
 
@@ -186,7 +186,7 @@ def dppo(
     tokens, k in all, and the rest, which has no effect without minibatches or epochs. arXiv
     2602.04879."""
     bound = 0.15 if kind == "tv" else 0.05
-    down, up = (bound if given is None else given for given in (low, high))
+    down, up = (bound if setting is None else setting for setting in (low, high))
     if k:
         gate = Gate(TopKDivergenceGate(kind, down, up, cap, k))
     else:
@@ -219,15 +219,15 @@ def tis(
     inside: RatioBy = "row",
 ) -> Algo:
     """Truncated weight per token, or product of a row's weights, of trainer against sampler; drop:
-    what is above the cap is dropped instead. low, high: drops rows whose geometric mean weight, or
-    tokens (`inside`) whose weight, is out of range. fengyao.notion.site/off-policy-rl."""
+    weights above the cap are dropped instead. low, high: drops rows whose geometric mean weight is
+    out of range or, by `inside`, tokens whose weight is. fengyao.notion.site/off-policy-rl."""
     fn = RatioInRange(0.0, cap) if drop else Truncate(0.0, cap)
     gate = Gate(fn, "old", "sampler")
-    found = with_gates(algo, gate if by == "token" else replace(gate, by="row", how="sum"))
+    gated = with_gates(algo, gate if by == "token" else replace(gate, by="row", how="sum"))
     if low == 0 and high == inf:
-        return found
+        return gated
     unit: Literal["row"] | None = "row" if inside == "row" else None
-    return with_gates(found, Gate(InRange(low, high), "old", "sampler", unit))
+    return with_gates(gated, Gate(InRange(low, high), "old", "sampler", unit))
 
 
 @modifier("decoupled")
@@ -235,15 +235,15 @@ def decoupled(algo: Algo, *, decoupled_old: Literal["exact", "versions"] = "exac
     """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298. versions:
     interpolates the old policy between sampler and current policy by the number of updates between
     them instead of computing it (A-3PO, arXiv 2512.06547)."""
-    found = with_gates(algo, Gate(Ratio(), "old", "sampler"))
-    return replace(found, old_from_versions=decoupled_old == "versions")
+    gated = with_gates(algo, Gate(Ratio(), "old", "sampler"))
+    return replace(gated, old_from_versions=decoupled_old == "versions")
 
 
 @modifier("behaviour", prefix="behaviour_")
 def behaviour(algo: Algo, *, quantile: Discount = 1.0) -> Algo:
     """Takes ratios against the sampler instead of the old policy, so that clips are relative to the
     policy that sampled the tokens, however old it is (verl's bypass mode). quantile: PPO's bound
-    shrinks for tokens whose |log-ratio| is above this one of the step; 1: for none."""
+    shrinks for tokens whose |log-ratio| is above this quantile of the step's; 1: for none."""
     if any(getattr(gate.fn, "topk", 0) for gate in algo.gates):
         raise ConfigError(
             "algorithm.preset: this preset compares the most probable tokens, of which +behaviour "
@@ -258,10 +258,10 @@ def behaviour(algo: Algo, *, quantile: Discount = 1.0) -> Algo:
     gates = (
         replace(g, den="sampler") if (g.num, g.den) == ("current", "old") else g for g in algo.gates
     )
-    found = replace(algo, gates=tuple(gates))
+    against_sampler = replace(algo, gates=tuple(gates))
     if quantile == 1:
-        return found
-    return with_clip(found, "sat", lambda gate, clip: replace(
+        return against_sampler
+    return with_clip(against_sampler, "sat", lambda gate, clip: replace(
         gate, fn=StaleClip(clip.lo, clip.hi, clip.dual, quantile)
     ))  # fmt: skip
 
@@ -282,9 +282,9 @@ class OffPolicyMask:
 class StaleClip(ratios.TrustRegion):
     """PPO's clip whose bound shrinks for the stalest tokens of the step: above the quantile q of
     |lr|, the bound on the side that lr has left is multiplied by 1 / (1 + (|lr| / q)^2). The bound
-    of the way back, and all other tokens, keep PPO's. SAT, arXiv 2607.18722, which calls this
-    factor a Hill kernel with exponent 2; that its scale is q, and that q is of the whole optimizer
-    step, is chosen here."""
+    on the other side, and both bounds of all other tokens, stay PPO's. SAT, arXiv 2607.18722, which
+    calls this factor a Hill kernel with exponent 2; its scale q, taken over the whole optimizer
+    step, is our choice."""
 
     quantile: float = 0.9
     whole_step: ClassVar[bool] = True
@@ -334,11 +334,11 @@ class CovarianceMask:
     whole_step: ClassVar[bool] = True
 
     def __call__(self, lr: Tensor, advantage: Tensor, logprobs: LogProbs) -> Tensor:
-        found = covariance(advantage, logprobs) if lr.numel() else lr
-        able = (found > self.low) & (found < self.high)
+        covariances = covariance(advantage, logprobs) if lr.numel() else lr
+        eligible = (covariances > self.low) & (covariances < self.high)
         if self.clip is not None:
-            able &= (advantage == 0) | (self.clip(lr, advantage, logprobs) > 0)
-        candidates = able.nonzero().flatten()
+            eligible &= (advantage == 0) | (self.clip(lr, advantage, logprobs) > 0)
+        candidates = eligible.nonzero().flatten()
         draw = torch.Generator().manual_seed(len(candidates))
         chosen = torch.randperm(len(candidates), generator=draw)[: drawn(self.share, lr)]
         return torch.ones_like(lr).index_fill(0, candidates[chosen], 0.0)
@@ -373,14 +373,14 @@ def clip_cov(
     beta: Num = 1.0,
 ) -> Algo:
     """Drops a share of the step's tokens, drawn of those that lower entropy most: whose covariance
-    of advantage and log-prob is between `low` and `high`. how = "kl": in place of PPO's clip the
-    plain ratio, and a penalty beta |log-ratio| to the old policy at the share with the largest
-    covariance, without effect unless there are minibatches or epochs. Needs the log-probs of the
-    whole step at once. arXiv 2505.22617."""
+    of advantage and log-prob is between `low` and `high`. how = "kl": the plain ratio in place of
+    PPO's clip, and a penalty beta |log-ratio| to the old policy on the share with the largest
+    covariance; it has no effect without minibatches or epochs. Needs the log-probs of the whole
+    step at once. arXiv 2505.22617."""
     if how == "kl":
-        found = with_clip(algo, "kl-cov", lambda gate, clip: replace(gate, fn=Ratio()))
+        unclipped = with_clip(algo, "kl-cov", lambda gate, clip: replace(gate, fn=Ratio()))
         penalty = KLPenalty("abs", beta, "old", TopCovariance(share))
-        return replace(found, penalties=(*found.penalties, penalty))
+        return replace(unclipped, penalties=(*unclipped.penalties, penalty))
     gate = next((g for g in algo.gates if isinstance(g.fn, ratios.Clip)), Gate(ratios.Ratio()))
     clip = gate.fn if isinstance(gate.fn, ratios.Clip) else None
     return with_gates(algo, replace(gate, fn=CovarianceMask(share, low, high, clip)))

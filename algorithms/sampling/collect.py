@@ -129,10 +129,10 @@ class Collector:
             played["groups/unreadable"] = len(unreadable)
         if self.resample is None:
             return Collected(claimed, unreadable, played, ready=ready)
-        kept = [group for group in claimed if self.is_informative(group)]
+        informative = [group for group in claimed if self.is_informative(group)]
         idle = [group for group in claimed if not self.is_informative(group)]
         metrics = resampling_metrics(claimed, idle, replaced) | played
-        return Collected(kept, idle + unreadable, metrics, ready=ready)
+        return Collected(informative, idle + unreadable, metrics, ready=ready)
 
     async def claim(self, n: int) -> list[Group]:
         """Claim `n` groups, in the order of requests or of their ends; includes groups that this
@@ -163,28 +163,28 @@ class Collector:
     async def ask(self, step: int) -> None:
         """Request the groups of this step and of steps to prefetch, and the branches of this step's
         groups."""
-        name, own = self.config.name, self.tasks.rollouts(step)
+        name, rollouts = self.config.name, self.tasks.rollouts(step)
         free = free_groups(self.config, step, await self.store.counts(name))
         last = await self.store.groups(name, purpose=Purpose.TRAIN, limit=1)
         first = 1 + group_number(last[0].id) if last else 0
-        if missing := await self.missing(own, first):
+        if missing := await self.missing(rollouts, first):
             await self.store.enqueue(missing, epoch=self.epoch)
             free -= len({rollout.group for rollout in missing})
         if free > 0:
             await self.store.enqueue(self.tasks.groups(first, free), epoch=self.epoch)
-        await self.requested(own)
+        await self.requested(rollouts)
 
-    async def missing(self, own: Sequence[NewRollout], first: int) -> list[NewRollout]:
+    async def missing(self, rollouts: Sequence[NewRollout], first: int) -> list[NewRollout]:
         """The rollouts of a step whose groups were requested (their numbers are below `first`) but
         are no longer in the store: a rewind deletes groups that had been pruned. They must be
         requested again; otherwise the step would train groups of later steps."""
-        if group_number(own[0].group) >= first:
+        if group_number(rollouts[0].group) >= first:
             return []
         rows = await self.store.groups(
-            self.config.name, purpose=Purpose.TRAIN, step=own[0].step, limit=MAX_OPEN_GROUPS
+            self.config.name, purpose=Purpose.TRAIN, step=rollouts[0].step, limit=MAX_OPEN_GROUPS
         )
         stored = {row.id for row in rows}
-        return [r for r in own if r.group not in stored and group_number(r.group) < first]
+        return [r for r in rollouts if r.group not in stored and group_number(r.group) < first]
 
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of a valid group have the reward, with different values."""
@@ -246,8 +246,8 @@ def resampling_metrics(
     """groups/resampled: requested replacements. groups/discarded: replaced groups.
     reward/sampled_mean: mean over all sampled rollouts but counterfactual ones; reward/mean is over
     trained groups."""
-    every = (rollout for group in claimed for rollout in group.rollouts)
-    played = [rollout for rollout in every if not counterfactual(rollout)]
+    rollouts = (rollout for group in claimed for rollout in group.rollouts)
+    played = [rollout for rollout in rollouts if not counterfactual(rollout)]
     rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
     return mean | {"groups/resampled": float(replaced), "groups/discarded": float(len(discarded))}

@@ -42,17 +42,19 @@ class TaskDifficulty:
         """See `Order`: draws tasks, or replaces the solved ones among `usual` by unsolved ones."""
         if self.solved is None:
             return self.draw(tasks, seed, len(usual), candidate)
-        left = [task for task in tasks if self.mean(task, candidate) < self.solved]
+        unsolved = [task for task in tasks if self.mean(task, candidate) < self.solved]
         return [
-            left[number % len(left)] if left and self.mean(task, candidate) >= self.solved else task
+            unsolved[number % len(unsolved)]
+            if unsolved and self.mean(task, candidate) >= self.solved
+            else task
             for task, number in zip(usual, numbers, strict=True)
         ]
 
     def record_outcomes(self, groups: Sequence[Group]) -> None:
         """Record the outcomes of sampled rollouts, trained or not. Ignores missing rewards, and
         branches, which begin in the middle of a task."""
-        every = (rollout for group in groups for rollout in group.rollouts)
-        rollouts = [rollout for rollout in every if rollout.branch is None]
+        all_rollouts = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in all_rollouts if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
         names = [_key(row.task, row.candidate) for row in rollouts]
         _, self.means.values = self.means.read(names, outcomes)
@@ -64,8 +66,8 @@ class TaskDifficulty:
     def weight(self, task: Task, candidate: str | None = None) -> float:
         """p (1 - p) in (0, 1/4], with p the success rate after one success and one failure are
         added: 1/2 for a new task."""
-        mean, seen = self.means.values.get(_key(task, candidate), (0.0, 0))
-        p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
+        mean, count = self.means.values.get(_key(task, candidate), (0.0, 0))
+        p = (min(max(mean, 0.0), 1.0) * count + 1) / (count + 2)
         return p * (1 - p)
 
     def draw(
@@ -85,8 +87,8 @@ def task_name(task: Task) -> str:
     """The task's `id`, or a digest of its content."""
     if "id" in task:
         return str(task["id"])
-    whole = msgspec.json.encode(task, order="sorted")
-    return hashlib.blake2b(whole, digest_size=12).hexdigest()
+    content = msgspec.json.encode(task, order="sorted")
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 class Curriculum(Feature):

@@ -53,9 +53,9 @@ def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     for row in (row for rollout in rollouts for row in rollout.rewards):
         if row.scope is Scope.ROLE and row.name == "outcome":
             outcomes.setdefault(f"{name}/{row.target}", []).append(row.value)
-    known = {key: [x for x in values if not math.isnan(x)] for key, values in outcomes.items()}
-    missing = {f"{name}_missing": float(len(rollouts) - len(known[name]))}
-    return missing | {key: fmean(values) for key, values in known.items() if values}
+    finite = {key: [x for x in values if not math.isnan(x)] for key, values in outcomes.items()}
+    missing = {f"{name}_missing": float(len(rollouts) - len(finite[name]))}
+    return missing | {key: fmean(values) for key, values in finite.items() if values}
 
 
 def spread_metrics(
@@ -108,10 +108,10 @@ def few_tasks(n: int) -> str:
     """How uncertain a score on so few tasks is, by Wilson's interval; empty for enough."""
     if not 0 < n < FEW_TASKS:
         return ""
-    known, enough = (50 * Z / math.sqrt(tasks + Z * Z) for tasks in (n, ENOUGH_TASKS))
+    margin, enough = (50 * Z / math.sqrt(tasks + Z * Z) for tasks in (n, ENOUGH_TASKS))
     return (
         f"{n} held-out task{'s' if n > 1 else ''}: with rewards of 0 and 1 a score moves in steps"
-        f" of {100 / n:.0f} points, and is known to ±{known:.0f} points; {ENOUGH_TASKS} tasks give"
+        f" of {100 / n:.0f} points, and is known to ±{margin:.0f} points; {ENOUGH_TASKS} tasks give"
         f" ±{enough:.0f}"
     )
 
@@ -123,12 +123,12 @@ def common_score(config: RunConfig, rollouts: Sequence[Rollout], tasks: int) -> 
     common = min(limits, default=tasks)
     if not (config.eval.every and config.steps) or tasks <= common:
         return {}
-    known = [
+    rewards = [
         x
         for rollout in rollouts
         if rollout.index % tasks < common and not math.isnan(x := rollout.reward())
     ]
-    return {"eval/common": fmean(known)} if known else {}
+    return {"eval/common": fmean(rewards)} if rewards else {}
 
 
 async def heldout_scores(store: Store, run: str) -> dict[int, float]:
@@ -170,8 +170,8 @@ async def evaluate_heldout(
     `eval.samples` times at the last temperature. Before the first step it raises TrainingError if
     all rollouts fail for one cause; the next start plays them again, so that the cause can be
     fixed."""
-    done = {row.step: row.metrics for row in await store.steps(config.name)}
-    if "eval/score" in done.get(step, {}):
+    by_step = {row.step: row.metrics for row in await store.steps(config.name)}
+    if "eval/score" in by_step.get(step, {}):
         return
     outer = step in (0, config.steps)
     if outer:
@@ -193,8 +193,8 @@ async def evaluate_heldout(
     if step == 0 and config.steps:
         check_first(config, [row for rollouts in played.values() for row in rollouts])
     for name, rollouts in played.items():
-        own = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
-        metrics |= {f"eval/{key}": x for key, x in own.items()}
+        scores = score_metrics(name, rollouts) | spread_metrics(name, rollouts, len(tasks), config)
+        metrics |= {f"eval/{key}": x for key, x in scores.items()}
     metrics |= common_score(config, played["score"], len(tasks))
     metrics["time/eval"] = time.monotonic() - started
     await store.log(config.name, step, metrics, epoch=epoch)

@@ -128,11 +128,11 @@ def choose_branch_points(
     settings: BranchingConfig, points: Sequence[Sequence[BranchPoint]]
 ) -> list[BranchPoint]:
     """The calls at which to branch, in order of rollout and call. points: candidates by rollout."""
-    together = [point for each in points for point in each]
+    together = [point for candidates in points for point in candidates]
     chosen = {
         point
-        for each in (points if settings.kind == "mc" else [together])
-        for point in sorted(each, key=lambda point: -point.surprise)[: settings.calls or None]
+        for candidates in (points if settings.kind == "mc" else [together])
+        for point in sorted(candidates, key=lambda point: -point.surprise)[: settings.calls or None]
     }
     return [point for point in together if point in chosen]
 
@@ -248,22 +248,22 @@ class RoleRewards:
         ]
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        name, known = self.formula.settings.value, self.formula.settings.substitutes.keys()
+        name, substituted = self.formula.settings.value, self.formula.settings.substitutes.keys()
         if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
             raise TrainingError(
                 f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual adds "
                 "one of that name; rename the verifier's, or leave algorithm.counterfactual out"
             )
-        done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
-        if done and all(isnan(rollout.reward()) for rollout in done):
+        succeeded = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
+        if succeeded and all(isnan(rollout.reward()) for rollout in succeeded):
             raise TrainingError(
-                f"algorithm.counterfactual compares outcomes, and none of {len(done)} rollouts of "
-                f"step {step_number(done[0].step)} has one; let the verifier return a reward "
-                "'outcome'"
+                f"algorithm.counterfactual compares outcomes, and none of {len(succeeded)} "
+                f"rollouts of step {step_number(succeeded[0].step)} has one; let the verifier "
+                "return a reward 'outcome'"
             )
         calls = [call for rollout in rollouts for call in rollout.transitions]
-        silent = known - {call.role for call in calls}
-        others = {call.role for call in calls if call.policy == self.policy} - known
+        silent = substituted - {call.role for call in calls}
+        others = {call.role for call in calls if call.policy == self.policy} - substituted
         if silent and others:
             role = min(silent)
             raise TrainingError(
@@ -288,12 +288,12 @@ class RoleRewards:
                 return rollout.reward()
             return outcomes.get(members - coalition, nan)
 
-        own = {call.role for call in rollout.transitions if call.policy == self.policy}
+        played = {call.role for call in rollout.transitions if call.policy == self.policy}
         name = self.formula.settings.value
         rewards = [
             Reward(value=reward, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
             for role, reward in self.formula.of(rollout, value).items()
-            if role in own and not isnan(reward)
+            if role in played and not isnan(reward)
         ]
         return replace(rollout, rewards=[*rollout.rewards, *rewards])
 

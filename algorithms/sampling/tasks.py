@@ -132,10 +132,10 @@ class TaskSampler:
 
     def groups(self, first: int, n: int) -> list[NewRollout]:
         """The rollouts of `n` groups from number `first` on."""
-        size, each = self.config.algorithm.groups, self.config.algorithm.group_size
+        size, group_size = self.config.algorithm.groups, self.config.algorithm.group_size
         steps = range(first // size, ceil((first + n) / size))
         rollouts = [rollout for step in steps for rollout in self.rollouts(step)]
-        return rollouts[first % size * each :][: n * each]
+        return rollouts[first % size * group_size :][: n * group_size]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
         """The first `n` replacement groups in a round of a step, with a separate task order. By

@@ -62,7 +62,7 @@ def parse_name(path: Path) -> tuple[int, int] | None:
 def save_checkpoint(
     directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> None:
-    """Write a checkpoint, replacing one of the same name. state: of the algorithm, as JSON values;
+    """Write a checkpoint, replacing one of the same name. state: the algorithm's, as JSON values;
     run: the identity of the run.
 
     Raises AgentRLError, with nothing left behind, if it cannot be written."""
@@ -127,7 +127,7 @@ def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]
 
 
 def save_policy(directory: Path, learner: Saveable) -> None:
-    """Write the policy alone, as `export_checkpoint` does, replacing an older one.
+    """Write only the policy, as `export_checkpoint` does, replacing an older one.
 
     Raises AgentRLError, with nothing left behind, if it cannot be written."""
     with _new_directory(directory) as partial:
@@ -145,8 +145,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
     if target.exists():
         raise PolicyError(f"{target} exists already; give the name of a new directory")
     files = [file for file in sorted(source.glob("*")) if file.is_file() and _is_policy_file(file)]
-    whole = any((folder / STATE).is_file() for folder in (source, source.parent))
-    if not whole or not any(map(_is_weights, files)):
+    complete = any((folder / STATE).is_file() for folder in (source, source.parent))
+    if not complete or not any(map(_is_weights, files)):
         raise PolicyError(
             f"{source}: it is not a checkpoint of a run; give <output>/checkpoints/..."
         )
@@ -170,16 +170,18 @@ def export_checkpoint(source: Path, target: Path) -> None:
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, after its owner has committed `last`: all but the `keep`
     newest, the best, and those being scored or read by another process. Also deletes those of
-    rewound steps, also if these were trained again, and partial ones of killed processes. Keeps
+    rewound steps, even if these were trained again, and partial ones of killed processes. Keeps
     checkpoints of other runs and later owners, and files with other names."""
     current = parse_name(last)
     assert current is not None
-    own = [(path, steps) for path, (steps, epoch) in _own(folder, run) if epoch <= current[1]]
+    saved = [
+        (path, steps) for path, (steps, epoch) in _checkpoints(folder, run) if epoch <= current[1]
+    ]
     # If two have the same number of steps, the later owner's is valid, because it rewound the run.
-    newest = {steps: path for path, steps in reversed(own)}
-    rewound = [path for path, steps in own if steps > current[0]]
-    retrained = [path for path, steps in own if steps <= current[0] and path != newest[steps]]
-    trained = [path for path, steps in own if steps <= current[0] and path == newest[steps]]
+    newest = {steps: path for path, steps in reversed(saved)}
+    rewound = [path for path, steps in saved if steps > current[0]]
+    retrained = [path for path, steps in saved if steps <= current[0] and path != newest[steps]]
+    trained = [path for path, steps in saved if steps <= current[0] and path == newest[steps]]
     scored = {path.name for path in folder.parent.glob("evaluation/*")}
     best = (folder / BEST).resolve()  # kept until the next evaluation, even if rewound
     old = [path for path in trained[keep:] if path.name.partition(".")[0] not in scored]
@@ -202,7 +204,7 @@ async def mark_best(store: Store, config: RunConfig, run: str) -> None:
 
 
 def _link_best(folder: Path, steps: int, run: str) -> None:
-    saved = [path for path, named in _own(folder, run) if named[0] <= steps]
+    saved = [path for path, named in _checkpoints(folder, run) if named[0] <= steps]
     if saved:  # empty steps save none
         new = folder / f"{BEST}{PARTIAL}"
         new.unlink(missing_ok=True)
@@ -213,17 +215,17 @@ def _link_best(folder: Path, steps: int, run: str) -> None:
 def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
     """The run's checkpoints on disk with fewer steps than `last`, newest first."""
     before, _ = parse_name(last) or (0, 0)
-    return [path for path, (steps, _) in _own(folder, run) if steps < before]
+    return [path for path, (steps, _) in _checkpoints(folder, run) if steps < before]
 
 
-def _own(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
+def _checkpoints(folder: Path, run: str) -> list[tuple[Path, tuple[int, int]]]:
     """The run's checkpoints on disk, with their steps and epochs, newest first."""
-    own = [
+    checkpoints = [
         (path, named)
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (named := parse_name(path)) and path.is_dir() and _is_of(path, run)
     ]
-    return sorted(own, key=lambda row: row[1], reverse=True)
+    return sorted(checkpoints, key=lambda row: row[1], reverse=True)
 
 
 def _is_of(path: Path, run: str) -> bool:

@@ -4,7 +4,7 @@ A run is built in stages. Each is a record of the objects that exist from then o
 store, `LoadedRun` also the policies, `ServedRun` also their servers. A feature, such as self-play
 or judges, takes part by the methods of `Feature`; the record that a method gets contains what
 exists when it is called. Invariant: methods are called in the order of their definition here, and
-each of all features in the order of the run's list (`main.features_of`).
+each method is called for all features in the order of the run's list (`main.features_of`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ServedRun(LoadedRun):
 
 class Feature:
     """An optional feature of a run, which overrides the methods that it needs. source: the source
-    of groups, if not rollouts that the run requests; set by `prepare`. At most one feature has a
-    source, which also decides whether policies are served."""
+    of groups, if these are not rollouts that the run requests; set by `prepare`. At most one
+    feature has a source, which also decides whether policies are served."""
 
     source: GroupSource | None = None
 

@@ -17,7 +17,7 @@ from agentrl.core.types import Group, Json, Transition
 
 log = logging.getLogger("agentrl.algorithm")
 THOUGHT = "</think>"
-# Of calls; smaller shares are caused by the model, for example by a token that is not text.
+# Share of calls; smaller ones are caused by the model, for example by a token that is not text.
 MIN_BREAK_SHARE = 0.1
 
 
@@ -56,10 +56,10 @@ class TemplateChecks(Feature):
                 self.checked.add(name)
                 check_tools(tokenizer, first)
             pairs = [] if name in self.warned else list(continued(calls))
-            found = list(breaks(pairs))
-            if found and len(found) >= MIN_BREAK_SHARE * len(pairs):
+            broken = list(breaks(pairs))
+            if broken and len(broken) >= MIN_BREAK_SHARE * len(pairs):
                 self.warned.add(name)
-                log.warning("%s", sentence(found, len(calls), tokenizer))
+                log.warning("%s", sentence(broken, len(calls), tokenizer))
         return {}
 
 
@@ -78,7 +78,9 @@ def continued(calls: Iterable[Transition]) -> Iterator[tuple[Transition, Transit
     attempts: dict[tuple[str, str], list[Transition]] = {}
     for call in sorted((call for call in calls if call.exact), key=lambda call: call.index):
         earlier = attempts.setdefault((call.attempt, call.role), [])
-        if before := next((each for each in reversed(earlier) if _continues(each, call)), None):
+        if before := next(
+            (candidate for candidate in reversed(earlier) if _continues(candidate, call)), None
+        ):
             yield before, call
         earlier.append(call)
 
@@ -106,18 +108,18 @@ def _continues(earlier: Transition, call: Transition) -> bool:
 def _content(message: dict[str, Json]) -> tuple[str, list[Json]]:
     calls = [call.get("function") for call in message.get("tool_calls") or ()]
     return message.get("content") or "", [
-        one and (one.get("name"), one.get("arguments")) for one in calls
+        function and (function.get("name"), function.get("arguments")) for function in calls
     ]
 
 
-def sentence(found: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
+def sentence(broken: Sequence[Break], calls: int, tokenizer: Tokenizer) -> str:
     """A sentence: where and how often prefixes break, and the cost."""
-    reasons = " and ".join(sorted({each.reason for each in found}))
-    tokens, name = sum(each.tokens for each in found), proposed(tokenizer)
-    other = name is not None and templates()[name].text != tokenizer.chat_template
+    reasons = " and ".join(sorted({item.reason for item in broken}))
+    tokens, name = sum(item.tokens for item in broken), proposed(tokenizer)
+    has_better = name is not None and templates()[name].text != tokenizer.chat_template
     return (
-        f"The chat template does not repeat {reasons} as the model wrote them: {len(found)} of"
+        f"The chat template does not repeat {reasons} as the model wrote them: {len(broken)} of"
         f" {calls} calls begin a branch of their own, and {tokens} tokens that were computed are"
         " computed again, in sampling and in each update."
-        + (f" policy.chat_template = {name!r} repeats all that was written." if other else "")
+        + (f" policy.chat_template = {name!r} repeats all that was written." if has_better else "")
     )

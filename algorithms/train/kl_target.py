@@ -31,18 +31,19 @@ class KlController:
     def observe(self, kl: float, rollouts: int) -> None:
         """Adapt beta after a step on `rollouts` rollouts with this KL to the reference."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        # A larger factor could make beta negative and so reward leaving the reference.
+        # A larger factor could make beta negative, which would reward moving away from the
+        # reference.
         self.beta *= 1 + error * min(1.0, rollouts / self.horizon)
 
     def tuned(self, algo: Algo) -> Algo:
         """The algorithm with the current beta in its penalty."""
 
-        def change(part: Any) -> Any:
-            return TokenKLPenalty(self.beta) if isinstance(part, TokenKLPenalty) else part
+        def change(record: Any) -> Any:
+            return TokenKLPenalty(self.beta) if isinstance(record, TokenKLPenalty) else record
 
         penalties = tuple(
-            replace(each, beta=self.beta) if each.den == "reference" else each
-            for each in algo.penalties
+            replace(penalty, beta=self.beta) if penalty.den == "reference" else penalty
+            for penalty in algo.penalties
         )
         return replace(algo, credit=map_records(algo.credit, change), penalties=penalties)
 
@@ -55,7 +56,7 @@ class KlController:
 
 
 def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
-    """A controller that starts at the algorithm's beta. Raises ConfigError unless it has one."""
+    """A controller that starts at the algorithm's beta. Raises ConfigError if it has none."""
     betas = [reg.beta for reg in algo.penalties if reg.den == "reference"]
     betas += [part.beta for part in nested_records(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
@@ -85,9 +86,9 @@ class AdaptiveControl(ReferenceControl):
 
 def with_kl_target(updater: Updater) -> Updater:
     """The updater of a policy, with an adaptive penalty if `reference.target_kl` is set."""
-    settings, own = updater.config.reference, updater.reference_control
+    settings, control = updater.config.reference, updater.reference_control
     if not settings.target_kl:
         return updater
     kl = make_kl_controller(updater.algo, settings.target_kl, settings.kl_horizon)
     updater.state.parts["kl"] = kl
-    return replace(updater, reference_control=AdaptiveControl(own.reference, kl=kl))
+    return replace(updater, reference_control=AdaptiveControl(control.reference, kl=kl))

@@ -30,21 +30,21 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
     Raises PolicyError for a model that cannot be loaded, and for an adapter of another model."""
     bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*trained_policies(config), *frozen_policies(config)):
-        own = view(config, name)
-        source, built = policy_directory(own)
-        if own.warmup.data and name in trained_policies(config):
+        settings = view(config, name)
+        source, built = policy_directory(settings)
+        if settings.warmup.data and name in trained_policies(config):
             roles = config.policies[name].roles if config.policies else None
-            built |= warm_up(own, source, warmup_folder(config, name), roles)
-        source, lora = own.model_path(), initial_lora(config, name)
+            built |= warm_up(settings, source, warmup_folder(config, name), roles)
+        source, lora = settings.model_path(), initial_lora(config, name)
         adapted = bool(lora.rank or lora.adapter)
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
-                bases[key] = load_base_model(source, own, adapted=adapted, built=built)
+                bases[key] = load_base_model(source, settings, adapted=adapted, built=built)
             bases[key].policies.append(name)
             if adapters := bases[key].adapters:
-                add_adapter(adapters, name, lora, own)
-                if lora != own.policy.lora:
+                add_adapter(adapters, name, lora, settings)
+                if lora != settings.policy.lora:
                     adapters.keep_reference(name)
         except PolicyError as error:
             where = f"policies.{name}: " if config.policies else ""
@@ -80,7 +80,7 @@ def evaluated_steps(config: RunConfig) -> int:
         policy = view(config, name).policy
         path = Path(policy.lora.adapter or policy.model)
         for folder in (path, path.parent):  # each of several policies has a subfolder
-            found = parse_name(folder)
-            if found and (folder / "state.json").is_file():
-                return found[0]
+            checkpoint = parse_name(folder)
+            if checkpoint and (folder / "state.json").is_file():
+                return checkpoint[0]
     return 0

@@ -74,12 +74,12 @@ def is_empty(policies: PolicySet, step: int, metrics: Metrics, collected: Collec
 
 def failure_counts(metrics: Mapping[str, float]) -> Metrics:
     """Select the metrics that an empty step commits."""
-    kept = {
+    counts = {
         name: value
         for name, value in metrics.items()
         if name in FAILURES or name.startswith(("rollouts/failed/", "judges/"))
     }
-    return kept | {EMPTY: metrics["rollouts"]}
+    return counts | {EMPTY: metrics["rollouts"]}
 
 
 def empty_commit(
@@ -196,8 +196,8 @@ class TrainingLoop:
                     await feature.published()
             if empty:
                 if step == 0:
-                    found = [*collected.groups, *collected.discarded]
-                    rollouts = [rollout for group in found for rollout in group.rollouts]
+                    claimed_groups = [*collected.groups, *collected.discarded]
+                    rollouts = [rollout for group in claimed_groups for rollout in group.rollouts]
                     check_first(live.config, rollouts, unchanged_only=True)
                 await check_empty_steps(live.store, live.config)
             check_failed(live.config, collected)

@@ -72,7 +72,7 @@ async def run(
     async with AsyncExitStack() as closing:
         loaded = await load_run(await open_run(config, closing), algos, features)
         config, state, models = loaded.config, loaded.state, loaded.models
-        source = next((each.source for each in features if each.source is not None), None)
+        source = next((feature.source for feature in features if feature.source is not None), None)
         serves = source is None or source.serves
         live = await serve_run(loaded, models if serves else [])
         for feature in features:
@@ -123,8 +123,8 @@ def task_sampler(
     run: LoadedRun, tasks: list[dict[str, Json]], features: Sequence[Feature], greedy: bool
 ) -> TaskSampler:
     """The tasks of training rollouts, in the order of a curriculum and with the seats of games."""
-    curriculum = next((each for each in features if isinstance(each, Curriculum)), None)
-    games = next((each for each in features if isinstance(each, SelfPlay)), None)
+    curriculum = next((feature for feature in features if isinstance(feature, Curriculum)), None)
+    games = next((feature for feature in features if isinstance(feature, SelfPlay)), None)
     return TaskSampler(
         run.config,
         tasks,

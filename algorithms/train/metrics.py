@@ -109,64 +109,64 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
     """reward/mean, std of the outcomes; reward/<reference>/mean, std of every other reward; and
     reward/<reference>/<role>/mean, std of rewards of roles and calls."""
-    found: dict[str, list[float]] = {}
+    by_reward: dict[str, list[float]] = {}
     for rollout in rollouts:
         roles = {call.id: call.role for call in rollout.transitions}
         for row in rollout.rewards:
             name = reward_reference(row)
-            found.setdefault(name, []).append(row.value)
+            by_reward.setdefault(name, []).append(row.value)
             if row.scope is not Scope.ROLLOUT and row.target is not None:
                 role = row.target if row.scope is Scope.ROLE else roles.get(row.target)
                 if role is not None:
-                    found.setdefault(f"{name}/{role}", []).append(row.value)
+                    by_reward.setdefault(f"{name}/{role}", []).append(row.value)
     metrics: Metrics = {}
-    for name, values in found.items():
-        known = list(filter(isfinite, values))
+    for name, values in by_reward.items():
+        finite = list(filter(isfinite, values))
         key = "reward" if name == "outcome" else f"reward/{name}"
-        if known:
-            metrics |= {f"{key}/mean": fmean(known), f"{key}/std": pstdev(known)}
+        if finite:
+            metrics |= {f"{key}/mean": fmean(finite), f"{key}/std": pstdev(finite)}
     return metrics
 
 
 def agreement(groups: Sequence[Group]) -> Metrics:
     """reward/<name>/agreement of rewards from a model or judge: the share of pairs of a group's
     rollouts with different outcomes that the reward orders alike; equal rewards count half."""
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for group in groups:
-        known = [row for row in group.rollouts if not isnan(row.reward())]
+        rewarded = [row for row in group.rollouts if not isnan(row.reward())]
         names = {
             r.name
-            for row in known
+            for row in rewarded
             for r in row.rewards
             if r.source.startswith(("model:", "judge:"))
         }
-        for better, worse in permutations(known, 2):
+        for better, worse in permutations(rewarded, 2):
             for name in names if better.reward() > worse.reward() else ():
                 gap = better.reward(name) - worse.reward(name)
                 if not isnan(gap):
-                    found.setdefault(name, []).append((gap > 0) + (gap == 0) / 2)
-    return {f"reward/{name}/agreement": fmean(shares) for name, shares in found.items()}
+                    scores.setdefault(name, []).append((gap > 0) + (gap == 0) / 2)
+    return {f"reward/{name}/agreement": fmean(shares) for name, shares in scores.items()}
 
 
 def by_role(rollouts: Sequence[Rollout]) -> Metrics:
     """role/<role>/reward, if there are several roles: the mean of the role's own outcome or, if the
     verifier gives none, of the outcome of the rollouts in which it made a call. Includes roles of a
     game that ended before their first call; excludes roles played by a snapshot."""
-    found: dict[str, list[float]] = {}
+    outcomes: dict[str, list[float]] = {}
     for rollout in rollouts:
-        own = {
+        own_outcomes = {
             row.target: row.value
             for row in rollout.rewards
             if row.scope is Scope.ROLE and row.name == "outcome"
         }
         called = {call.role for call in rollout.transitions}
-        for role in called | (rollout.seats.keys() & own.keys()):
-            value = own.get(role, rollout.reward())
+        for role in called | (rollout.seats.keys() & own_outcomes.keys()):
+            value = own_outcomes.get(role, rollout.reward())
             if isfinite(value) and "@" not in rollout.seats.get(role, ""):
-                found.setdefault(role, []).append(value)
-    if len(found) < 2:
+                outcomes.setdefault(role, []).append(value)
+    if len(outcomes) < 2:
         return {}
-    return {f"role/{role}/reward": fmean(values) for role, values in sorted(found.items())}
+    return {f"role/{role}/reward": fmean(values) for role, values in sorted(outcomes.items())}
 
 
 def comparisons(batch: Batch) -> Metrics:
@@ -177,10 +177,10 @@ def comparisons(batch: Batch) -> Metrics:
         return metrics
     for name, x in batch.rewards.items():
         group = units(batch, level_of(name), "group")
-        known = reduce_by(~x.isnan(), group, len(batch.groups))
+        count = reduce_by(~x.isnan(), group, len(batch.groups))
         alike = reduce_by(has_variance(batch, name), group, len(batch.groups)) == 0
-        metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
-        metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
+        metrics[f"reward/{name}/frac_solo"] = _mean(count == 1)
+        metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (count > 1))
         if x.numel():
             metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
     return metrics
@@ -265,14 +265,14 @@ def ratio_metrics(algo: Algo, terms: Terms, p: Tensor, lag: Tensor | None = None
     same and the share of clipped tokens, over tokens with a lag in [k, next of `LAGS`), if any lag
     is above 0. logprob_difference/*: |trainer - sampler| over all tokens, before the first update.
     """
-    live, every = terms.weight > 0, torch.arange(len(p))
-    logprobs = logprobs_at(terms, p.detach().double().cpu(), every)
+    live, all_tokens = terms.weight > 0, torch.arange(len(p))
+    logprobs = logprobs_at(terms, p.detach().double().cpu(), all_tokens)
     now = logprobs.current
     metrics: Metrics = {}
     low, high = torch.zeros_like(live), torch.zeros_like(live)
     correction = ratio(logprobs.old - logprobs.sampler)
     corrected = torch.ones_like(correction)
-    for gate, lr, factor in gate_factors(algo, terms, logprobs, every):
+    for gate, lr, factor in gate_factors(algo, terms, logprobs, all_tokens):
         plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
         clipped = (factor != 1) & ~plain & (terms.advantage != 0)
         low, high = low | (clipped & (lr < 0)), high | (clipped & (lr >= 0))
@@ -295,11 +295,11 @@ def _by_lag(
 ) -> Metrics:
     metrics: Metrics = {}
     for first, end in pairwise((*LAGS, inf)):
-        some, name = live & (lag >= first) & (lag < end), f"sampler/lag_{first}"
-        if some.any():
-            metrics |= _distance(name, logprobs.old, logprobs.sampler, some)
-            metrics[f"{name}/ess"] = effective_share(correction[some])
-            metrics[f"{name}/clip_fraction"] = _mean(clipped[some])
+        in_class, name = live & (lag >= first) & (lag < end), f"sampler/lag_{first}"
+        if in_class.any():
+            metrics |= _distance(name, logprobs.old, logprobs.sampler, in_class)
+            metrics[f"{name}/ess"] = effective_share(correction[in_class])
+            metrics[f"{name}/clip_fraction"] = _mean(clipped[in_class])
     return metrics
 
 
@@ -332,7 +332,7 @@ def _distance(
     }
 
 
-# -- a whole training step -------------------------------------------------------------------------
+# -- a training step -------------------------------------------------------------------------
 
 
 def advantages(planned: Sequence[Terms]) -> Metrics:
@@ -354,13 +354,13 @@ def advantages(planned: Sequence[Terms]) -> Metrics:
 def merge_optimizer_steps(steps: Sequence[Metrics]) -> Metrics:
     """Merge the metrics of a training step's optimizer steps: by `RULES`, else the mean. Steps in
     which a metric is absent or not finite are left out."""
-    found: dict[str, list[float]] = {}
+    by_metric: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
             if isfinite(value):
-                found.setdefault(name, []).append(float(value))
+                by_metric.setdefault(name, []).append(float(value))
     merged = {}
-    for name, values in found.items():
+    for name, values in by_metric.items():
         words = name.rpartition("/")[2].split("_")
         rule = next((RULES[word] for word in words if word in RULES), fmean)
         merged[name] = rule(values)
@@ -371,8 +371,8 @@ def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
     """The metrics of a step with several policies: `shared` ones, sums of counts, and the metrics
     of each policy under `<policy>/`."""
     metrics = dict(shared)
-    for policy, own in measured.items():
-        for name, value in own.items():
+    for policy, policy_metrics in measured.items():
+        for name, value in policy_metrics.items():
             if name in COUNTS:
                 metrics[name] = metrics.get(name, 0.0) + value
             if name not in shared:
@@ -383,14 +383,14 @@ def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
 def throughput(metrics: Mapping[str, float]) -> Metrics:
     """Tokens per second. throughput/update: tokens forwarded by optimizer steps per second of the
     update. throughput/step: prompt and completion tokens of all calls per second of the step."""
-    update = metrics.get("time/update", 0.0)
-    whole = update + metrics.get("time/rollouts", 0.0)
+    update_seconds = metrics.get("time/update", 0.0)
+    step_seconds = update_seconds + metrics.get("time/rollouts", 0.0)
     calls = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/completion", 0.0)
     rates: Metrics = {}
-    if update > 0 and "tokens/forwarded" in metrics:
-        rates["throughput/update"] = metrics["tokens/forwarded"] / update
-    if whole > 0 and calls:
-        rates["throughput/step"] = calls / whole
+    if update_seconds > 0 and "tokens/forwarded" in metrics:
+        rates["throughput/update"] = metrics["tokens/forwarded"] / update_seconds
+    if step_seconds > 0 and calls:
+        rates["throughput/step"] = calls / step_seconds
     return rates
 
 
@@ -440,17 +440,17 @@ class BadSteps:
         Raises TrainingError after `limit` in a row."""
         self.streak += 1
         unknown = int((~dump.logprobs.isfinite()).sum())
-        what = (
+        problem = (
             f"step {step_number(step)}: {unknown} of {dump.logprobs.numel()} log-probs of the "
             f"policy are not finite, the loss is {dump.loss:.3g}, the gradient norm "
             f"{dump.grad_norm:.3g}"
         )
         where = self.keep(f"{step:06d}.{number}", dump) if self.keep else ""
         if self.streak >= self.limit:
-            kept = f"; {where}" if where else ""
+            location = f"; {where}" if where else ""
             raise TrainingError(
-                f"{what}, in {self.streak} consecutive optimizer steps{kept}. Continue from "
+                f"{problem}, in {self.streak} consecutive optimizer steps{location}. Continue from "
                 "the last checkpoint with a smaller algorithm.lr or policy.dtype = 'float32'"
             )
-        kept = f", and {where}" if where else ""
-        warnings.warn(f"{what}; it is skipped{kept}", RuntimeWarning, stacklevel=3)
+        location = f", and {where}" if where else ""
+        warnings.warn(f"{problem}; it is skipped{location}", RuntimeWarning, stacklevel=3)

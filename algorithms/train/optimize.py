@@ -4,18 +4,19 @@ it too far. The scheduled learning rate and the order of minibatches are functio
 The distance is the KL divergence of the policy before the training step from the one after it, in
 nats per token: the k3 estimate (joschu.net/blog/kl-approx.html) on the step's sampled tokens,
 weighted as in the loss, and by policy / sampler where an older version sampled them. It takes a
-forward pass, so of a large batch only a part is measured: neighbouring rows, whose common prefixes
+forward pass, so only a part of a large batch is measured: neighbouring rows, whose common prefixes
 are computed once. Invariant: the measured rows are a function of seed and step, and no call is
 sampled from weights that are undone, because weights are published later.
 
 Many steps with the maximum allowed KL damage a policy like a single step that is too large. So the
-learning rate is lowered while recent steps are large, and rises slowly; checkpoints store it.
+learning rate is lowered while recent steps are large, and rises slowly afterwards; checkpoints
+store it.
 
-AdamW's step is proportional to the learning rate, so repeating a step at half the rate needs no
-other gradient: its weights are the midpoint. The first moments are multiplied by the square of that
-factor. Unscaled, they would also make the next steps too large; at 0, many small steps would learn
-too slowly. Second moments are kept, because without them the next step would be the largest that
-AdamW makes.
+AdamW's step is proportional to the learning rate, so repeating a step at half the rate needs no new
+gradient: the result is the midpoint of the weights before and after the step. The first moments are
+multiplied by the square of the factor (a quarter). Unscaled, they would make the next steps too
+large as well; set to 0, they would make many small steps learn too slowly. Second moments are kept,
+because without them the next step would be the largest that AdamW makes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MAX_HALVINGS = 10  # then the step is undone completely
 # Maximum of weights that correct for tokens of another policy, such as an older version.
 MAX_CORRECTION = 2.0
 STEP_SIZE = "step_size"  # name of the part of the algorithm's state
-# Of the limit: the mean KL of recent training steps above which the rate is lowered.
+# Share of the limit: if the mean KL of recent training steps is above it, the rate is lowered.
 LOWERED_FROM = 0.1
 LATEST_WEIGHT = 0.25  # weight of the latest training step in that mean
 LOWER, HIGHER = 0.5, 2 ** (1 / 16)  # factors of the rate after a training step
@@ -185,7 +186,8 @@ class OptimizerSteps:
         return self.limit.begin(step.number, batch, weight, count)
 
     def _note_unchanged(self, step: int, why: str) -> None:
-        """Log a step that changes no weight: of this process the first, the 10th, the 100th, ..."""
+        """Log a step that changes no weight, but only the first, 10th, 100th, ... of this
+        process."""
         number = next(self.unchanged)
         if number == 1:
             log.warning("step %d changes no weight: %s", step_number(step), why)
@@ -201,43 +203,51 @@ def iterate_minibatches(
 
     If there are several, the old policy's log-probs are computed at the first."""
     settings, algo, batch, values = config.algorithm, step.algo, step.batch, step.values
-    advantage, given = step.advantage, step.given
+    advantage, logprobs = step.advantage, step.given
     count = min(settings.minibatches, len(step.groups))
     if count * settings.epochs == 1 or not batch.n_tokens:
-        terms = objective.loss_terms(algo, batch, given, fresh=True, advantage=advantage)
+        terms = objective.loss_terms(algo, batch, logprobs, fresh=True, advantage=advantage)
         yield Minibatch(batch, terms, values, only=True)
         return
-    topk_tokens = None if given.teacher_candidates is None else batch.topk_tokens
+    topk_tokens = None if logprobs.teacher_candidates is None else batch.topk_tokens
     if algo.topk and topk_tokens is None:
         topk_tokens, old_NK = learner.top(batch, algo.topk)
-        old_N = old_NK[:, 0] if given.old is None else given.old
-        given = replace(given, old=old_N, old_candidates=old_NK)
-    elif given.old is None and given.weight_of_current is None:
-        given = replace(given, old=learner.logprobs(batch))
+        old_N = old_NK[:, 0] if logprobs.old is None else logprobs.old
+        logprobs = replace(logprobs, old=old_N, old_candidates=old_NK)
+    elif logprobs.old is None and logprobs.weight_of_current is None:
+        logprobs = replace(logprobs, old=learner.logprobs(batch))
     counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
     ranges = torch.split(torch.arange(batch.n_tokens), counts)
     tokens_of = dict(zip(batch.groups, ranges, strict=True))
     for epoch in range(settings.epochs):
         order = f"{config.seed}/{step.number}/{epoch}"
         for groups in minibatches(step.groups, count, order):
-            part = replace(step.batch_of(groups), step=batch.step)
+            minibatch = replace(step.batch_of(groups), step=batch.step)
             # Within a group, part and whole batch have the same order of tokens.
-            tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
+            tokens = torch.cat([tokens_of[id] for id in minibatch.groups] or [ranges[0][:0]])
             if topk_tokens is not None:
-                part = replace(part, topk_tokens=topk_tokens[tokens])
-            interpolated = given.weight_of_current is not None
+                minibatch = replace(minibatch, topk_tokens=topk_tokens[tokens])
+            interpolated = logprobs.weight_of_current is not None
             terms = objective.loss_terms(
-                algo, part, given.at(tokens), fresh=interpolated, advantage=advantage[tokens]
+                algo,
+                minibatch,
+                logprobs.at(tokens),
+                fresh=interpolated,
+                advantage=advantage[tokens],
             )
-            yield Minibatch(part, terms, values and select_tokens(values, tokens))
+            yield Minibatch(minibatch, terms, values and select_tokens(values, tokens))
 
 
 def learning_rate(config: AlgorithmConfig, step: int, steps: int) -> float:
     """The learning rate of a step: the smaller of a linear warm-up over `warmup` steps and the
     schedule, which decays from `lr` before the first step to `min_lr` after the last."""
     rise = min(1.0, (step + 1) / (config.warmup + 1))
-    done = step / steps
-    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    progress = step / steps
+    decay = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }
     scheduled = config.min_lr + (config.lr - config.min_lr) * decay[config.schedule]
     return min(config.lr * rise, scheduled)
 
@@ -287,8 +297,8 @@ class KlLimit:
 
     def restore(self, data: Json) -> None:
         """Load the output of `dump`. Raises msgspec.ValidationError for anything else."""
-        found = msgspec.convert(data, dict[str, float])
-        self.recent, self.rate = found.get("recent", 0.0), found.get("rate", 1.0)
+        state = msgspec.convert(data, dict[str, float])
+        self.recent, self.rate = state.get("recent", 0.0), state.get("rate", 1.0)
 
     def notify(self, step: int, kl: float, share: float) -> None:
         """Report on the console, once, that a step was undone."""
@@ -334,11 +344,11 @@ class Movement:
         self.kl = moved = self.measure()
         while self.owner.limit and not self.kl <= self.owner.limit:  # NaN is beyond it, too
             self.undone += 1
-            kept = 0.5 if self.undone <= MAX_HALVINGS else 0.0
-            self.share *= kept
-            self.owner.learner.shrink(kept)
-            self.kl = self.measure() if kept else earlier
-            if not kept:
+            factor = 0.5 if self.undone <= MAX_HALVINGS else 0.0
+            self.share *= factor
+            self.owner.learner.shrink(factor)
+            self.kl = self.measure() if factor else earlier
+            if not factor:
                 break
         if self.undone > halved:
             self.owner.notify(self.step, moved, self.share)
@@ -353,8 +363,8 @@ class Movement:
         return mean_kl(self.before, now, weight, self.weight.sum())
 
     def metrics(self) -> dict[str, float]:
-        found = {"update/undone": float(self.undone)}
-        return found if self.kl is None else {"update/kl": self.kl, **found}
+        undone = {"update/undone": float(self.undone)}
+        return undone if self.kl is None else {"update/kl": self.kl, **undone}
 
 
 def largest_kl(config: AlgorithmConfig) -> float:
@@ -364,12 +374,12 @@ def largest_kl(config: AlgorithmConfig) -> float:
     return MAX_KL * config.minibatches * config.epochs
 
 
-def mean_kl(old: Tensor, now: Tensor, weight: Tensor, whole: Tensor | None = None) -> float:
+def mean_kl(old: Tensor, now: Tensor, weight: Tensor, total_weight: Tensor | None = None) -> float:
     """KL(old || now) in nats per token, by the k3 estimator. weight: of each token; whole: their
     sum, without the weights that correct for the sampler."""
     live, weight = weight > 0, weight.double()
     d = (old.double().cpu() - now.double().cpu())[live]
-    total = weight.sum() if whole is None else whole
+    total = weight.sum() if total_weight is None else total_weight
     return float(objective.kl_value(d, "k3") @ weight[live] / total) if d.numel() else 0.0
 
 

@@ -1,5 +1,6 @@
-"""The trained policies of a run, one or several, each with its own updater, on the same groups; and
-models in memory: a model is a policy, or shared by several policies that are its adapters.
+"""The trained policies of a run, one or several, which learn from the same groups, each with its
+own updater; and models in memory: a model is a policy, or shared by several policies that are its
+adapters.
 
 Owns the state of each policy and of the run, which are the same object for a single policy.
 Invariant: which policies learn in a step is a function of the run file and the step; a policy
@@ -121,12 +122,12 @@ class PolicySet:
         return {name: steps_learned(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int, groups: Sequence[Group]) -> list[Credit]:
-        """The credit of each call of a step's groups, for its commit; without calls that
-        preparation added, because they are not in the store."""
-        own = {c.id for group in groups for row in group.rollouts for c in row.transitions}
+        """The credit of each call of a step's groups, for the commit of the step; without calls
+        that preparation added, because they are not in the store."""
+        collected = {c.id for group in groups for row in group.rollouts for c in row.transitions}
         recorders = [updater.recorder for _, updater in self.learning(step)]
-        found = (credit for recorder in recorders if recorder for credit in recorder.stored())
-        return [credit for credit in found if credit.transition in own]
+        credits = (credit for recorder in recorders if recorder for credit in recorder.stored())
+        return [credit for credit in credits if credit.transition in collected]
 
     def step_rewards(self, step: int) -> list[StepReward]:
         """The rewards that preprocessing added in a step, for the step's commit."""
@@ -151,20 +152,20 @@ class PolicySet:
         """The state of the run and its policies, as JSON values."""
         if not self.several:
             return self.state.dump()
-        own = {name: updater.state.dump() for name, updater in self.updaters.items()}
-        return {"run": self.state.dump(), "policies": own}
+        states = {name: updater.state.dump() for name, updater in self.updaters.items()}
+        return {"run": self.state.dump(), "policies": states}
 
     def restore(self, data: Mapping[str, Json]) -> None:
         """Restore the result of `dump`. Raises PolicyError for a state of other policies."""
         if not self.several:
             self.state.restore(data)
             return
-        own: Mapping[str, Json] = data.get("policies", {})
-        if own.keys() != self.updaters.keys():
+        old: Mapping[str, Json] = data.get("policies", {})
+        if old.keys() != self.updaters.keys():
             raise PolicyError(
-                f"the checkpoint is of the policies {', '.join(own) or 'of another run'}, and this "
+                f"the checkpoint is of the policies {', '.join(old) or 'of another run'}, and this "
                 f"run trains {', '.join(self.updaters)}; continue with the run file that wrote it"
             )
         self.state.restore(data["run"])
         for name, updater in self.updaters.items():
-            updater.state.restore(own[name])
+            updater.state.restore(old[name])

@@ -108,21 +108,21 @@ class Preprocessor:
 
     def learn(self, groups: list[Group]) -> Metrics:
         """Train auxiliary models on the complete groups of a step."""
-        return {name: x for each in self.trainers for name, x in each.learn(groups).items()}
+        return {name: x for trainer in self.trainers for name, x in trainer.learn(groups).items()}
 
 
 def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
     """The number of calls with tools whose prompt contains no tool's name, because the chat
     template renders no tools. Decodes only the first call of each role."""
-    seen: dict[str, bool] = {}
+    role_sees_tools: dict[str, bool] = {}
     unseen = 0
     for call in calls:
         names = tool_names(call.tools) if call.tools else []
         if call.exact and call.prompt and names:
-            if call.role not in seen:
+            if call.role not in role_sees_tools:
                 text = decode(call.prompt)
-                seen[call.role] = any(name in text for name in names)
-            unseen += not seen[call.role]
+                role_sees_tools[call.role] = any(name in text for name in names)
+            unseen += not role_sees_tools[call.role]
     return unseen
 
 
@@ -161,15 +161,15 @@ class ProcessedScorer:
 
     def complete(self, groups: list[Group]) -> list[Group]:
         """Score every call with processors that is trained."""
-        found = {
+        processed = {
             call.id: call
             for call in own_calls(groups, self.policy)
             if call.processors and trainable(call, self.policy)
             if self.context is None or len(call.prompt) + len(call.completion) <= self.context
         }
-        if not found:
+        if not processed:
             return groups
-        return _scored(groups, found, self.learner, self.reward_names, self.policy)
+        return _scored(groups, processed, self.learner, self.reward_names, self.policy)
 
 
 def _scored(
@@ -190,8 +190,8 @@ def _scored(
     ready = {id: call for id, call in calls.items() if call.repeats is not None}
     for index, id in enumerate(batch.transitions):
         if id not in ready:
-            own = logprobs[batch.token_transition == index]
-            ready[id] = structs.replace(calls[id], logprobs=float32(own.tolist()))
+            of_call = logprobs[batch.token_transition == index]
+            ready[id] = structs.replace(calls[id], logprobs=float32(of_call.tolist()))
     return map_calls(groups, lambda call: ready.get(call.id, call))
 
 
@@ -238,15 +238,17 @@ class Retokenizer:
         try:
             prompt = self._chat.encode(call.messages, call.tools, add_generation_prompt=True)
             messages: list[dict[str, Json]] = [*call.messages, call.answer]
-            whole = self._chat.encode(messages, call.tools, add_generation_prompt=False)
+            conversation = self._chat.encode(messages, call.tools, add_generation_prompt=False)
         except RequestError:
             return None
-        completion, end = whole[len(prompt) :], self.tokenizer.eos_token_id
+        completion, end = conversation[len(prompt) :], self.tokenizer.eos_token_id
         if end in completion:  # the policy sampled the end token, unless the call was truncated
             ended = call.finish not in ("length", "cut")
             completion = completion[: completion.index(end) + ended]
         size = len(prompt) + len(completion)
-        if whole[: len(prompt)] != prompt or (self.context is not None and size > self.context):
+        if conversation[: len(prompt)] != prompt or (
+            self.context is not None and size > self.context
+        ):
             return None
         return structs.replace(
             call,
@@ -288,34 +290,34 @@ class BatchScorer:
         """The critic's values and the log-probs of other models that the algorithm reads. version:
         the policy's, if it is about to be trained. groups: of the batch, for an algorithm that puts
         privileged text of the groups into prompts."""
-        learner, teacher, given = self.learner, self.teacher, GivenLogProbs()
+        learner, teacher, logprobs = self.learner, self.teacher, GivenLogProbs()
         if "reference" in algo.needs:
             elsewhere = self.reference
-            found = elsewhere(batch) if elsewhere else learner.logprobs(batch, "reference")
-            batch = replace(batch, reference=found.double())
-            given = replace(given, reference=batch.reference)
+            reference = elsewhere(batch) if elsewhere else learner.logprobs(batch, "reference")
+            batch = replace(batch, reference=reference.double())
+            logprobs = replace(logprobs, reference=batch.reference)
         telling = algo.telling
         if telling is not None and telling.by_token and batch.n_tokens:
             gap = telling.token_gap(batch, groups, self.trained)
             batch = replace(batch, told=gap)
         if algo.distill is not None and algo.distill.told and telling is not None:
-            batch, told = self.told_topk(algo.distill, telling, batch, groups)
-            given = replace(given, teacher_candidates=told)
+            batch, told_logprobs = self.told_topk(algo.distill, telling, batch, groups)
+            logprobs = replace(logprobs, teacher_candidates=told_logprobs)
         elif algo.distill is not None and batch.n_tokens:
             taught = teacher.top(batch) if teacher else _taught(algo.distill, learner, batch)
             batch = replace(batch, topk_tokens=taught[0])
             first = taught[1][:, 0].double()
-            given = replace(given, teacher=first, teacher_candidates=taught[1])
+            logprobs = replace(logprobs, teacher=first, teacher_candidates=taught[1])
         elif "teacher" in algo.needs:
             of_teacher = (
                 teacher.top(batch)[1][:, 0] if teacher else learner.logprobs(batch, "teacher")
             )
-            given = replace(given, teacher=of_teacher.double())
+            logprobs = replace(logprobs, teacher=of_teacher.double())
         if algo.reads_critic:
             batch = replace(batch, values=learner.values(batch))
         if version is not None and algo.old_from_versions:
-            given = replace(given, weight_of_current=old_policy_share(batch.lag(version)))
-        return ScoredBatch(batch, given)
+            logprobs = replace(logprobs, weight_of_current=old_policy_share(batch.lag(version)))
+        return ScoredBatch(batch, logprobs)
 
     def told_topk(
         self,
@@ -328,7 +330,7 @@ class BatchScorer:
         privileged text; NaN for tokens without it."""
         if not batch.n_tokens:
             return batch, torch.empty(0, distill.k)
-        told, at, there = telling.told(batch, groups, self.trained)
+        told, at, told_at = telling.told(batch, groups, self.trained)
         sampled = torch.cat([row.tokens[row.actions] for row in batch.rows])[:, None]
         if not told.n_tokens:
             return replace(batch, topk_tokens=sampled), torch.full(sampled.shape, torch.nan)
@@ -336,16 +338,16 @@ class BatchScorer:
             ids, logprobs = self.learner.top(told, distill.k, telling.teacher)
             # Without privileged text these have no weight.
             topk_tokens = sampled.repeat(1, ids.shape[1])
-            topk_tokens[at] = ids[there]
+            topk_tokens[at] = ids[told_at]
         else:
             topk_tokens, _ = self.learner.top(batch, distill.k)
-            asked = torch.zeros((told.n_tokens, topk_tokens.shape[1]), dtype=torch.int64)
-            asked[there] = topk_tokens[at]
-            told = replace(told, topk_tokens=asked)
+            asked_tokens = torch.zeros((told.n_tokens, topk_tokens.shape[1]), dtype=torch.int64)
+            asked_tokens[told_at] = topk_tokens[at]
+            told = replace(told, topk_tokens=asked_tokens)
             logprobs = self.learner.topk_logprobs(told, telling.teacher)
-        found = logprobs.new_full(topk_tokens.shape, torch.nan)
-        found[at] = logprobs[there]
-        return replace(batch, topk_tokens=topk_tokens), found
+        aligned = logprobs.new_full(topk_tokens.shape, torch.nan)
+        aligned[at] = logprobs[told_at]
+        return replace(batch, topk_tokens=topk_tokens), aligned
 
 
 def _taught(distill: TopKDistillation, learner: Learner, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,8 @@ from agentrl.core.config import RunConfig
 from agentrl.core.types import Json
 from agentrl.store.base import Store
 
-# Bytes above which a checkpoint is not written at every step, and is completed in the background.
+# Checkpoints above this size in bytes are not written at every step, and are completed in the #
+# background.
 LARGE = 32 * 2**20
 MAX_SHARE = 0.05  # of the time, for large checkpoints if `checkpoint.every` is not set
 
@@ -90,22 +91,22 @@ class Checkpoints:
     def _is_due(self, steps: int) -> bool:
         if self.saved == self.trained:
             return False
-        if every := self.live.config.checkpoint.every:
-            return steps - self.saved >= every or self._is_needed(steps)
+        if interval := self.live.config.checkpoint.every:
+            return steps - self.saved >= interval or self._is_needed(steps)
         pause = self.seconds * (1 / MAX_SHARE - 1) if self.size > LARGE else 0.0
         return self._is_needed(steps) or time.monotonic() - self.ended >= pause
 
     def _may_wait(self, steps: int) -> bool:
-        """Whether the checkpoint may become whole after the commit."""
+        """Whether the checkpoint may be completed after the commit."""
         return self.size > LARGE and not self._is_needed(steps)
 
     def _is_needed(self, steps: int) -> bool:
         """Whether an evaluation, or the end of the run, takes the weights from a checkpoint."""
-        every = self.live.config.eval.every
-        return steps == self.live.config.steps or bool(every and steps % every == 0)
+        interval = self.live.config.eval.every
+        return steps == self.live.config.steps or bool(interval and steps % interval == 0)
 
     async def _wait(self) -> None:
-        """Until the checkpoint that is being written is whole. Raises TrainingError."""
+        """Wait until the checkpoint that is being written is complete. Raises TrainingError."""
         assert self.writing is not None
         (path, task), started = self.writing, time.monotonic()
         self.writing = None

@@ -1,8 +1,8 @@
 """The policy servers of a run, which serve each policy, trained or frozen, under its name.
 
 Owns one policy server for each model in memory; the adapters of a model share it. Invariant:
-weights, versions and the set of served policies change only inside `updating`; no call is in flight
-there, unless `algorithm.samples_during_update`; a policy that did not learn keeps its version.
+weights, versions and the set of served policies change only inside `updating`, when no call is in
+flight (unless `algorithm.samples_during_update`); a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PolicyServers:
             for name in base.policies:
                 self._servers[name], self._versions[name] = server, 0
         self._in_flight = config.algorithm.samples_during_update
-        if self._in_flight and not all(getattr(s, "in_flight", False) for s in self._each()):
+        if self._in_flight and not all(getattr(s, "in_flight", False) for s in self._distinct()):
             raise ConfigError(
                 f"algorithm.async_sampling = {config.algorithm.async_sampling!r}: engine.kind = "
                 f"{engine.kind!r} cannot change weights while calls run; use 'drained'"
@@ -65,7 +65,7 @@ class PolicyServers:
         """Start all servers. frozen: further policies that will be served beside the loaded ones.
         Raises PolicyError if a port is taken, or a server does not start."""
         async with AsyncExitStack() as started:
-            for server in self._each():
+            for server in self._distinct():
                 if frozen and hasattr(server, "make_room"):
                     server.make_room(frozen)
                 await server.start()
@@ -78,7 +78,7 @@ class PolicyServers:
         `algorithm.samples_during_update` calls continue, and changes happen between two steps."""
         try:
             async with AsyncExitStack() as stack:
-                for server in () if self._in_flight else self._each():
+                for server in () if self._in_flight else self._distinct():
                     await stack.enter_async_context(server.updating())
                 self._held_since = None if self._in_flight else time.monotonic()
                 yield
@@ -130,12 +130,12 @@ class PolicyServers:
                     "set engine.kind = 'embedded'"
                 )
             config, policy = self._config, name.partition("@")[0]
-            own = view(config, policy) if policy in config.policies else config
-            base = await asyncio.to_thread(load_base_model, str(directory), own, adapted=False)
+            settings = view(config, policy) if policy in config.policies else config
+            base = await asyncio.to_thread(load_base_model, str(directory), settings, adapted=False)
             base.policies.append(name)
             # These weights never change.
-            settings = replace(self._config.algorithm, async_sampling=None)
-            server = _make_server(replace(self._config, algorithm=settings), base, 1)
+            algorithm = replace(self._config.algorithm, async_sampling=None)
+            server = _make_server(replace(self._config, algorithm=algorithm), base, 1)
             await server.start()
             await server.publish(version)
         self._servers[name], self._versions[name] = server, version
@@ -150,7 +150,7 @@ class PolicyServers:
         """Stop serving a frozen policy: later calls to it fail. Call inside `updating`."""
         server = self._servers.pop(name)
         del self._versions[name]
-        if server not in self._each():
+        if server not in self._distinct():
             self._closing.append(server)
             return
         await server.remove(name)
@@ -160,7 +160,7 @@ class PolicyServers:
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; cancels it and raises PolicyError when a server has failed for good."""
-        await run_unless_failed(work, self._each())
+        await run_unless_failed(work, self._distinct())
 
     def table(self) -> list[tuple[str, int, str, str]]:
         """(policy, version, base URL, model name at the server) of all served policies."""
@@ -172,26 +172,26 @@ class PolicyServers:
 
     async def announce(self, store: Store, run: str, epoch: int) -> None:
         """Write the version and address of each policy to the store, if they have changed."""
-        known = await store.policies(run)
+        stored = await store.policies(run)
         for name, version, base_url, model in self.table():
             row = PolicyVersion(
                 run=run, policy=name, version=version, base_url=base_url, model=model
             )
-            if known.get(name) != row:
+            if stored.get(name) != row:
                 await store.publish(row, epoch=epoch)
 
     async def close(self) -> None:
         """Stop all servers. May be called again."""
-        for server in self._each():
+        for server in self._distinct():
             await server.close()
 
-    def _each(self) -> list[PolicyServer]:
+    def _distinct(self) -> list[PolicyServer]:
         return list(dict.fromkeys(self._servers.values()))
 
     def _wire(self, name: str) -> str:
         """The model name of a policy at its server; the server's own if this is its only policy."""
         server = self._servers[name]
-        alone = sum(other is server for other in self._servers.values()) == 1
+        alone = sum(policy_server is server for policy_server in self._servers.values()) == 1
         return server.model if alone else name
 
     def _weights_of(self, name: str, player: FrozenPolicy) -> Path:

@@ -81,8 +81,8 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
         for name, algo in algos.items()
     }
     (first, wanted), *others = required.items()
-    for name, other in others:
-        if other != wanted:
+    for name, requirements in others:
+        if requirements != wanted:
             raise ConfigError(
                 f"policies.{first} and policies.{name} learn from the same groups, and their "
                 f"presets {algos[first].name!r} and {algos[name].name!r} need different ones (a "
@@ -126,10 +126,10 @@ def make_policies(
     updaters = {}
     for name, algo in algos.items():
         model = next(model for model in models if name in model.policies)
-        made = make_updater(view(config, name), name, algo, model)
-        stack.callback(made.learner.close)
+        basic = make_updater(view(config, name), name, algo, model)
+        stack.callback(basic.learner.close)
         dumps = Path(config.output, "dumps", name if config.policies else "")
-        updaters[name] = updater = extend_updater(made, model, dumps)
+        updaters[name] = updater = extend_updater(basic, model, dumps)
         if updater.limit is not None:
             updater.state.parts[STEP_SIZE] = updater.limit
     state = AlgorithmState() if config.policies else updaters[POLICY].state
@@ -187,7 +187,7 @@ async def open_run(config: RunConfig, closing: AsyncExitStack) -> OpenRun:
 async def load_run(
     opened: OpenRun, algos: Mapping[str, Algo], features: Sequence[Feature]
 ) -> LoadedRun:
-    """With the policies of the last checkpoint in memory."""
+    """The run with the policies of its last checkpoint in memory."""
     config, started = opened.config, time.monotonic()
     models = load_policies(config)
     if any(model.built for model in models):

@@ -1,4 +1,4 @@
-"""One training step: groups are prepared and made a batch, the batch is scored, credit and loss
+"""One training step: groups are prepared and become a batch, the batch is scored, credit and loss
 terms are computed from it, optimizer steps change the policy, and metrics are returned.
 
 Each is a call of one function. An algorithm declares additional needs in its `Algo`.

@@ -77,7 +77,7 @@ class Recent(Generic[T]):
         """Drop the least recently used values, except `keep`, until at most `limit` bytes are
         left."""
         while self._bytes > limit:
-            first = next((each for each in self._values if each not in keep), None)
+            first = next((digest for digest in self._values if digest not in keep), None)
             if first is None:
                 return
             self._drop(first)
@@ -99,7 +99,7 @@ class Catalogue:
     def __init__(self, process: Callable[[Image], Pixels], shape: Callable[..., Any]) -> None:
         """shape: (pixels) -> (size, patches, places, extent) of `CatalogueImage`."""
         self._process, self._shape = process, shape
-        self._seen: dict[str, CatalogueImage] = {}
+        self._by_digest: dict[str, CatalogueImage] = {}
         self._order: list[CatalogueImage] = []
         self._firsts: list[int] = []
         self._files = Recent[bytes](len)
@@ -124,7 +124,7 @@ class Catalogue:
                 self._files.put(digest, body)
 
     def find(self, digest: str) -> CatalogueImage | None:
-        return self._seen.get(digest)
+        return self._by_digest.get(digest)
 
     def file(self, digest: str) -> bytes | None:
         return self._files.get(digest)
@@ -139,19 +139,19 @@ class Catalogue:
         with self._lock:
             self._files.put(digest, body)
             self._files.shrink(FILE_BYTES, self._needed | {digest})
-            if digest not in self._seen:
+            if digest not in self._by_digest:
                 size, patches, places, extent = self._shape(self._read(digest, body))
                 if len(self) + size > MAX_EMBEDDINGS:
                     raise ImageError(
                         f"this process has seen images with {len(self)} visual embeddings, and can "
                         "tell no more apart; start it again, which continues from its checkpoint"
                     )
-                self._seen[digest] = seen = CatalogueImage(
+                self._by_digest[digest] = image = CatalogueImage(
                     digest, len(self), size, patches, places, extent
                 )
-                self._order.append(seen)
-                self._firsts.append(seen.first)
-            return self._seen[digest]
+                self._order.append(image)
+                self._firsts.append(image.first)
+            return self._by_digest[digest]
 
     def pixels(self, digest: str) -> Pixels:
         """Pixel values of an image with a cached file or cached pixels. Raises ImageError
@@ -166,8 +166,10 @@ class Catalogue:
     def of(self, indices: Ids) -> list[CatalogueImage]:
         """The images with these visual embeddings, in ascending order, each once."""
         with self._lock:
-            found = sorted({bisect_right(self._firsts, j) - 1 for j in np.unique(indices).tolist()})
-            return [self._order[number] for number in found]
+            numbers = sorted(
+                {bisect_right(self._firsts, j) - 1 for j in np.unique(indices).tolist()}
+            )
+            return [self._order[number] for number in numbers]
 
     def _read(self, digest: str, body: bytes) -> Pixels:
         image = decode(body)
@@ -197,9 +199,9 @@ def decode(body: bytes) -> Image:
             )
         image = ImageOps.exif_transpose(file)
         if image.has_transparency_data:
-            seen = image.convert("RGBA")
+            rgba = image.convert("RGBA")
             image = Image.new("RGB", image.size, "white")
-            image.paste(seen, mask=seen.getchannel("A"))  # bitwise equal to vLLM
+            image.paste(rgba, mask=rgba.getchannel("A"))  # bitwise equal to vLLM
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise ImageError(f"an image cannot be read ({error}); send a whole PNG or JPEG") from None
@@ -207,20 +209,20 @@ def decode(body: bytes) -> Image:
         raise ImageError(f"an image is too large ({error}); send a smaller one") from None
 
 
-def ids_of(seen: CatalogueImage) -> Ids:
+def ids_of(image: CatalogueImage) -> Ids:
     """The token ids of an image."""
-    return -1 - np.arange(seen.first, seen.first + seen.size)
+    return -1 - np.arange(image.first, image.first + image.size)
 
 
 def placed(prompt: Tokens, at: Ids, images: Sequence[CatalogueImage]) -> Tokens:
     """The prompt with the ids of images in place of its placeholders `at`. Raises ImageError if the
     placeholders do not match the images in order."""
-    sizes = [seen.size for seen in images]
+    sizes = [image.size for image in images]
     if len(at) != sum(sizes) or any(np.ptp(part) >= len(part) for part in _split(at, sizes)):
         raise ImageError(_mismatch([len(run) for run in _runs(at)], sizes))
     ids = prompt.copy()
     if len(at):
-        ids[at] = np.concatenate([ids_of(seen) for seen in images])
+        ids[at] = np.concatenate([ids_of(image) for image in images])
     return ids
 
 
@@ -235,19 +237,19 @@ def _runs(at: Ids) -> list[Ids]:
 
 def _mismatch(runs: Sequence[int], sizes: Sequence[int]) -> str:
     """A sentence: why these runs of placeholders do not match images of these sizes."""
-    found = f"its prompt has {_list(runs)} placeholders for {len(sizes)} images"
+    problem = f"its prompt has {_list(runs)} placeholders for {len(sizes)} images"
     if not runs:
         return (
-            f"{found}: the server's chat template drops the images of such messages; send them in"
+            f"{problem}: the server's chat template drops the images of such messages; send them in"
             " messages of users, or replace the template"
         )
     if len(runs) > len(sizes):
         return (
-            f"{found}, so the text of a placeholder, which a message has or the policy sampled, was"
-            " taken for an image"
+            f"{problem}, so the text of a placeholder, which a message has or the policy sampled,"
+            " was taken for an image"
         )
     return (
-        f"{found}, for which the model's image processor gives {_list(sizes)}; serve it with the"
+        f"{problem}, for which the model's image processor gives {_list(sizes)}; serve it with the"
         " policy's own preprocessor_config.json, and leave min_pixels, max_pixels and size out of"
         " mm_processor_kwargs"
     )
@@ -267,9 +269,9 @@ def rotary_steps(ids: Ids, images: Sequence[CatalogueImage]) -> tuple[Ids, Ids]:
     at = np.flatnonzero(ids < 0)
     if len(at):
         index = _local(-1 - ids[at], images)
-        places[:, at] = np.concatenate([seen.places for seen in images], 1)[:, index]
-        grow = np.zeros(sum(seen.size for seen in images), np.int64)
-        grow[np.cumsum([seen.size for seen in images]) - 1] = [seen.extent for seen in images]
+        places[:, at] = np.concatenate([image.places for image in images], 1)[:, index]
+        grow = np.zeros(sum(image.size for image in images), np.int64)
+        grow[np.cumsum([image.size for image in images]) - 1] = [image.extent for image in images]
         steps[at] = grow[index]
     return places, steps
 
@@ -294,8 +296,8 @@ def rows_of(ids: Ids, images: Sequence[CatalogueImage]) -> Tensor:
 
 
 def _local(indices: Ids, images: Sequence[CatalogueImage]) -> Ids:
-    firsts = np.array([seen.first for seen in images])
-    offsets = np.cumsum([0, *(seen.size for seen in images[:-1])])
+    firsts = np.array([image.first for image in images])
+    offsets = np.cumsum([0, *(image.size for image in images[:-1])])
     number = np.searchsorted(firsts, indices, side="right") - 1
     local: Ids = offsets[number] + indices - firsts[number]
     return local

@@ -146,12 +146,12 @@ class Llava:
     def features(self, pixels: list[Pixels]) -> list[Tensor]:
         """Visual embeddings [size, H] of each image; [size, H * (1 + layers)] with DeepStack."""
         config, weight = self.network.config, next(self.network.model.vision_tower.parameters())
-        found = self.network.model.get_image_features(
-            pixel_values=torch.cat([each["pixel_values"] for each in pixels]).to(weight),
+        output = self.network.model.get_image_features(
+            pixel_values=torch.cat([values["pixel_values"] for values in pixels]).to(weight),
             vision_feature_layer=config.vision_feature_layer,
             vision_feature_select_strategy=config.vision_feature_select_strategy,
         )
-        return list(found.pooler_output)
+        return list(output.pooler_output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +187,17 @@ class Qwen:
     def features(self, pixels: list[Pixels]) -> list[Tensor]:
         device = next(self.network.model.visual.parameters()).device
         output = self.network.model.get_image_features(
-            pixel_values=torch.cat([each["pixel_values"] for each in pixels]).to(device),
-            image_grid_thw=torch.cat([each["image_grid_thw"] for each in pixels]).to(device),
+            pixel_values=torch.cat([values["pixel_values"] for values in pixels]).to(device),
+            image_grid_thw=torch.cat([values["image_grid_thw"] for values in pixels]).to(device),
         )
-        found = list(output.pooler_output)
+        embeddings = list(output.pooler_output)
         if deep := getattr(output, "deepstack_features", None):
-            sizes = [len(each) for each in found]
+            sizes = [len(values) for values in embeddings]
             # since transformers 5.18 they are a list by image, like the others
             split = (torch.split(x, sizes) if isinstance(x, Tensor) else x for x in deep)
-            parts = zip(found, *split, strict=True)
-            found = [torch.cat(each, -1) for each in parts]
-        return found
+            parts = zip(embeddings, *split, strict=True)
+            embeddings = [torch.cat(values, -1) for values in parts]
+        return embeddings
 
 
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -233,7 +233,7 @@ class Embeddings:
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
-        self._found = Recent(_bytes)
+        self._cache = Recent(_bytes)
         self._lock = threading.RLock()
         self.encoded = 0  # images encoded so far
 
@@ -242,23 +242,23 @@ class Embeddings:
 
     def of(self, encoder: ImageInputs, images: Sequence[CatalogueImage]) -> list[Tensor]:
         with self._lock:
-            missing = [seen for seen in images if seen.digest not in self._found]
+            missing = [image for image in images if image.digest not in self._cache]
             # Outside of the engine's inference mode, because autograd cannot use its tensors.
             with torch.inference_mode(False), torch.no_grad():
-                for some in chunks(missing, encoder.budget):
-                    for seen, embeddings in zip(some, encoder.encode(some), strict=True):
-                        self._found.put(seen.digest, embeddings)
+                for chunk in chunks(missing, encoder.budget):
+                    for image, embeddings in zip(chunk, encoder.encode(chunk), strict=True):
+                        self._cache.put(image.digest, embeddings)
             self.encoded += len(missing)
-            found = [self._found.use(seen.digest) for seen in images]
-            self._found.shrink(EMBEDDING_BYTES, {seen.digest for seen in images})
-            return found
+            embeddings_of_images = [self._cache.use(image.digest) for image in images]
+            self._cache.shrink(EMBEDDING_BYTES, {image.digest for image in images})
+            return embeddings_of_images
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._found
+        return digest in self._cache
 
     def forget(self) -> None:
         with self._lock:
-            self._found.clear()
+            self._cache.clear()
 
 
 class ImageInputs:
@@ -300,15 +300,17 @@ class ImageInputs:
 
     def encode(self, images: Sequence[CatalogueImage]) -> list[Tensor]:
         """Visual embeddings of images, which have a graph if gradients are enabled."""
-        return self.kind.features([self.catalogue.pixels(seen.digest) for seen in images])
+        return self.kind.features([self.catalogue.pixels(image.digest) for image in images])
 
     def of_pack(self, pack: Pack) -> tuple[Module, dict[str, Any]]:
         ids = pack.tokens.numpy()
         images = self.catalogue.of(-1 - ids[ids < 0])
-        kept = [seen for seen in images if seen.digest not in self.leaves]
-        found = dict(zip((seen.digest for seen in kept), self.learned.of(self, kept), strict=True))
-        found |= self.leaves
-        inputs = self._embedded(ids, images, [found[seen.digest] for seen in images])
+        cached = [image for image in images if image.digest not in self.leaves]
+        embeddings = dict(
+            zip((image.digest for image in cached), self.learned.of(self, cached), strict=True)
+        )
+        embeddings |= self.leaves
+        inputs = self._embedded(ids, images, [embeddings[image.digest] for image in images])
         places = torch.from_numpy(positions(ids, images, pack.end.numpy()))
         inputs["position_ids"] = (places[:, None] if len(places) > 1 else places).to(
             self.model.device
@@ -348,8 +350,8 @@ class ImageInputs:
                 with suppress(ImageError):
                     await asyncio.to_thread(self.catalogue.add, body, digest)
 
-    def check(self, other: Module) -> str:
-        theirs = inputs_of(other)
+    def check(self, model: Module) -> str:
+        theirs = inputs_of(model)
         if isinstance(theirs, ImageInputs) and theirs.catalogue is self.catalogue:
             return ""
         return (
@@ -380,13 +382,13 @@ class ImageInputs:
     def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
 
         tokens = np.array(prompt, np.int32)
-        own = np.flatnonzero(tokens == int(self.model.config.image_token_id))
+        placeholders = np.flatnonzero(tokens == int(self.model.config.image_token_id))
         try:
             images = [self.catalogue.add(body) for body in image_files(messages)]
-            found: list[int] = placed(tokens, own, images).tolist()
+            ids: list[int] = placed(tokens, placeholders, images).tolist()
         except ImageError as error:
             raise PolicyError(f"the policy server sees images otherwise: {error}") from None
-        return found
+        return ids
 
     def _embedded(
         self, ids: Ids, images: Sequence[CatalogueImage], features: Sequence[Tensor]
@@ -399,8 +401,8 @@ class ImageInputs:
             return {"inputs_embeds": embeds}
         rows = torch.cat(list(features))[rows_of(ids, images).to(device)].to(embeds.dtype)
         visual = torch.from_numpy(ids < 0).to(device)[None]
-        found, *deep = torch.split(rows, embeds.shape[-1], -1)
-        inputs: dict[str, Any] = {"inputs_embeds": embeds.index_put((visual,), found)}
+        first_layer, *deep = torch.split(rows, embeds.shape[-1], -1)
+        inputs: dict[str, Any] = {"inputs_embeds": embeds.index_put((visual,), first_layer)}
         if deep:
             inputs |= {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}
         return inputs
@@ -408,8 +410,8 @@ class ImageInputs:
 
 async def files_of(store: Store, run: str, digests: Sequence[str]) -> dict[str, bytes]:
     """The files of stored images by digest."""
-    found = await store.images(run, digests) if digests else {}
-    return {digest: image.body for digest, image in found.items()}
+    images = await store.images(run, digests) if digests else {}
+    return {digest: image.body for digest, image in images.items()}
 
 
 def name_as_hub(model: Any) -> None:
@@ -418,13 +420,23 @@ def name_as_hub(model: Any) -> None:
     # Unsupported older releases do not have it.
     from transformers.core_model_loading import PrefixChange
 
-    every = get_model_conversion_mapping(model, add_legacy=False)
-    own = getattr(model, "_weight_conversions", None)
-    if own is None:  # a model that was built here: use transformers' choice
-        own = [each for each in every if not isinstance(each, PrefixChange)]
-    of_towers = [each for each in every if isinstance(each, PrefixChange) and each.scope_prefix]
-    known = {each.scope_prefix for each in own if isinstance(each, PrefixChange)}
-    model._weight_conversions = own + [each for each in of_towers if each.scope_prefix not in known]
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    chosen = getattr(model, "_weight_conversions", None)
+    if chosen is None:  # a model that was built here: use transformers' choice
+        chosen = [
+            conversion for conversion in conversions if not isinstance(conversion, PrefixChange)
+        ]
+    of_towers = [
+        conversion
+        for conversion in conversions
+        if isinstance(conversion, PrefixChange) and conversion.scope_prefix
+    ]
+    prefixes = {
+        conversion.scope_prefix for conversion in chosen if isinstance(conversion, PrefixChange)
+    }
+    model._weight_conversions = chosen + [
+        conversion for conversion in of_towers if conversion.scope_prefix not in prefixes
+    ]
 
 
 @cache
@@ -464,11 +476,11 @@ def catalogue_of(processor: Any, kind: Llava | Qwen) -> Catalogue:
 def chunks(images: Sequence[CatalogueImage], budget: int) -> Iterator[list[CatalogueImage]]:
     """Split images into parts of at most `budget` patches, or a single image."""
     part: list[CatalogueImage] = []
-    for seen in images:
-        if part and sum(each.patches for each in part) + seen.patches > budget:
+    for image in images:
+        if part and sum(queued.patches for queued in part) + image.patches > budget:
             yield part
             part = []
-        part.append(seen)
+        part.append(image)
     if part:
         yield part
 
@@ -518,11 +530,11 @@ class ImageTextChat(Chat):
             raise RequestError(str(error), param="messages") from None
 
     def message(self, message: dict[str, Json], index: int) -> dict[str, Json]:
-        found = template_message(message, index, self._content)
-        return {key: x if key == "content" else self._hidden(x) for key, x in found.items()}
+        converted = template_message(message, index, self._content)
+        return {key: x if key == "content" else self._hidden(x) for key, x in converted.items()}
 
     def tokens(self, text: str, messages: bytes) -> ReadPrompt:
-        images = [self._seen(url) for url in image_urls(msgspec.json.decode(messages))]
+        images = [self._image(url) for url in image_urls(msgspec.json.decode(messages))]
         pieces = text.split(self._placeholder)
         if len(pieces) != len(images) + 1:
             raise RequestError(
@@ -532,35 +544,35 @@ class ImageTextChat(Chat):
                 param="messages",
             )
         # In one piece, because the text next to a placeholder affects how a tokenizer splits it.
-        tokens, own = self._marked(text)
+        tokens, is_from_template = self._marked(text)
         ids, read = list[int](), list[int]()
-        left, placeholders = iter(images), iter(own)
+        remaining, placeholders = iter(images), iter(is_from_template)
         for token in tokens:
             if token == self._id and next(placeholders):
-                seen = next(left)
-                ids += [token] * seen.size
-                read += ids_of(seen).tolist()
+                image = next(remaining)
+                ids += [token] * image.size
+                read += ids_of(image).tolist()
             else:
                 ids.append(token)
                 read.append(token)
         prompt = ReadPrompt(ids)
         prompt.read = np.array(read, np.int32)
         if images and len(images[0].places) > 1:
-            distinct = sorted(set(images), key=lambda seen: seen.first)
+            distinct = sorted(set(images), key=lambda image: image.first)
             prompt.rotary = positions(np.array(read, np.int64), distinct)
         return prompt
 
     def _marked(self, text: str) -> tuple[list[int], list[bool]]:
         """Token ids of a rendered text, and of each placeholder whether it is the template's."""
-        found = re.findall(f"{MARK}|{re.escape(self._placeholder)}", text)
-        own = [each != MARK for each in found]
+        matches = re.findall(f"{MARK}|{re.escape(self._placeholder)}", text)
+        is_from_template = [match != MARK for match in matches]
         ids = list(self._codec.encode(text.replace(MARK, self._placeholder)))
-        if ids.count(self._id) != len(own):
+        if ids.count(self._id) != len(is_from_template):
             raise RequestError(
                 f"the tokenizer does not keep {self._placeholder!r} as one token; put the files of"
                 " the model's own tokenizer there"
             )
-        return ids, own
+        return ids, is_from_template
 
     def _content(self, content: Json, where: str) -> Json:
         """Content for the template: text, or a list of text and image parts."""
@@ -592,19 +604,19 @@ class ImageTextChat(Chat):
             return [self._hidden(item) for item in value]
         if not isinstance(value, dict):
             return value
-        found = {key: self._hidden(item) for key, item in value.items()}
+        hidden = {key: self._hidden(item) for key, item in value.items()}
         if isinstance(value, WrittenArguments):
-            return WrittenArguments(found, str(self._hidden(value.written)))
-        return found
+            return WrittenArguments(hidden, str(self._hidden(value.written)))
+        return hidden
 
-    def _seen(self, url: str) -> CatalogueImage:
+    def _image(self, url: str) -> CatalogueImage:
         digest = url.removeprefix(SCHEME)
         if body := data_of(url):
             digest = sha256(body).hexdigest()
-        seen = self._encoder.catalogue.find(digest)
-        if seen is None:
+        image = self._encoder.catalogue.find(digest)
+        if image is None:
             raise RequestError(f"image {digest[:12]} was not fetched", param="messages", status=500)
-        return seen
+        return image
 
     def _wants_parts(self) -> bool:
         """Whether the template reads text only as a list of parts, as LLaVA's does."""
@@ -619,7 +631,7 @@ class ImageTextChat(Chat):
 
 def image_urls(messages: Any) -> list[str]:
     """The URLs of a request's images, in order. Raises RequestError for an unsupported kind."""
-    found: list[str] = []
+    urls: list[str] = []
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
@@ -631,8 +643,8 @@ def image_urls(messages: Any) -> list[str]:
                     "send it as a data URL",
                     param="messages",
                 )
-            found.append(url)
-    return found
+            urls.append(url)
+    return urls
 
 
 def _urls_in(messages: bytes) -> list[str]:

@@ -27,17 +27,17 @@ class ImageTextLearner(TorchLearner):
 
     encoder: ImageInputs
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         encoder = inputs_of(self.model)
         assert isinstance(encoder, ImageInputs)
         if self.critic is not None:
             raise PolicyError("critic.model: a critic cannot read images; leave it out")
         self.encoder = encoder
 
-    def step(self, batch: Batch, *given: Any, **options: Any) -> StepReport:
+    def step(self, batch: Batch, *arguments: Any, **options: Any) -> StepReport:
         before = self.encoder.learned.encoded
-        report = super().step(batch, *given, **options)
+        report = super().step(batch, *arguments, **options)
         report.metrics["images/encoded"] = float(self.encoder.learned.encoded - before)
         if report.applied:
             self._changed()
@@ -56,10 +56,10 @@ class ImageTextLearner(TorchLearner):
         if self.encoder.trained:
             self.encoder.learned.forget()
 
-    def _backward(self, batch: Batch, *given: Any) -> StepReport:
+    def _backward(self, batch: Batch, *arguments: Any) -> StepReport:
         self.encoder.budget = self.token_budget
         if not self.encoder.trained:
-            return super()._backward(batch, *given)
+            return super()._backward(batch, *arguments)
         parts = list(chunks(self._images(batch), self.token_budget))
         graphs: list[list[Tensor]] = []
         try:
@@ -68,12 +68,14 @@ class ImageTextLearner(TorchLearner):
                     graphs.append(self.encoder.encode(parts[0]))
                 self.encoder.learned.encoded += len(parts[0])
             for number, part in enumerate(parts):
-                found = graphs[number] if graphs else self.encoder.learned.of(self.encoder, part)
+                embeddings = (
+                    graphs[number] if graphs else self.encoder.learned.of(self.encoder, part)
+                )
                 self.encoder.leaves |= {
-                    seen.digest: x.detach().requires_grad_()
-                    for seen, x in zip(part, found, strict=True)
+                    image.digest: x.detach().requires_grad_()
+                    for image, x in zip(part, embeddings, strict=True)
                 }
-            report = super()._backward(batch, *given)
+            report = super()._backward(batch, *arguments)
             for number, part in enumerate(parts):
                 self._backward_tower(part, graphs[number] if graphs else None)
             return report
@@ -82,7 +84,7 @@ class ImageTextLearner(TorchLearner):
 
     def _backward_tower(self, images: list[CatalogueImage], graph: list[Tensor] | None) -> None:
         """Propagate the gradients of the leaves of `images` into the tower."""
-        gradients = [self.encoder.leaves[seen.digest].grad for seen in images]
+        gradients = [self.encoder.leaves[image.digest].grad for image in images]
         if any(gradient is None for gradient in gradients):  # a log-prob was not finite
             return
         if graph is None:

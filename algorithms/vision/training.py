@@ -45,13 +45,13 @@ class Finder:
     def complete(self, groups: list[Group]) -> list[Group]:
         self._lost.clear()
         self._images.clear()
-        found = [
-            structs.replace(group, rollouts=[self._rollout(each) for each in group.rollouts])
+        completed = [
+            structs.replace(group, rollouts=[self._rollout(rollout) for rollout in group.rollouts])
             for group in groups
         ]
         for reason, calls in self._lost.items():
             log.warning("%d calls with images are not trained: %s", calls, reason)
-        return found
+        return completed
 
     def learn(self, groups: Sequence[Group]) -> Metrics:
         """Metrics: images/distinct of trained calls; calls/images_unread: calls that are left
@@ -79,9 +79,9 @@ class Finder:
                 raise ImageError("its images were not kept; record it with policy.vision set")
             images = [_seen(self._encoder, digest) for digest in digests]
             prompt = np.frombuffer(call.prompt, np.int32)
-            own = np.flatnonzero(prompt == int(self._encoder.model.config.image_token_id))
-            own = own[~_sampled(prompt, earlier)[own]]
-            ids = placed(prompt, own, images)
+            placeholders = np.flatnonzero(prompt == int(self._encoder.model.config.image_token_id))
+            placeholders = placeholders[~_sampled(prompt, earlier)[placeholders]]
+            ids = placed(prompt, placeholders, images)
         except ImageError as error:
             self._lost[str(error)] += 1
             return structs.replace(call, exact=False)
@@ -91,9 +91,9 @@ class Finder:
 
 def _seen(encoder: ImageInputs, digest: str) -> CatalogueImage:
     catalogue = encoder.catalogue
-    seen = catalogue.find(digest)
-    if seen and (catalogue.readable(digest) or encoder.keeps(digest)):
-        return seen
+    image = catalogue.find(digest)
+    if image and (catalogue.readable(digest) or encoder.keeps(digest)):
+        return image
     if (body := catalogue.file(digest)) is None:
         raise ImageError("an image is not in the store; it may have been pruned")
     return catalogue.add(body, digest)
@@ -107,15 +107,15 @@ def _has_image(message: dict[str, Json]) -> bool:
 
 def _sampled(prompt: Tokens, earlier: Sequence[Transition]) -> NDArray[np.bool_]:
     """Which tokens of a prompt earlier calls have sampled."""
-    found = np.zeros(len(prompt), np.bool_)
-    whole = prompt.tobytes()
+    sampled = np.zeros(len(prompt), np.bool_)
+    prompt_bytes = prompt.tobytes()
     for call in earlier:
-        if whole.startswith(before := bytes(call.prompt)) and call.exact:
+        if prompt_bytes.startswith(before := bytes(call.prompt)) and call.exact:
             completion = bytes(call.completion)
-            if whole.startswith(completion, len(before)):
+            if prompt_bytes.startswith(completion, len(before)):
                 start = len(call.prompt)
-                found[start : start + len(call.completion)] = True
-    return found
+                sampled[start : start + len(call.completion)] = True
+    return sampled
 
 
 class ImageTextPolicies(Feature):
@@ -153,8 +153,8 @@ class ImageTextPolicies(Feature):
 
         async def source(digests: Sequence[str]) -> Mapping[str, bytes]:
             """Called on a policy server's event loop, but the store belongs to this one."""
-            found = files_of(run.store, run.config.name, digests)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found, loop))
+            reading = files_of(run.store, run.config.name, digests)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(reading, loop))
 
         for model in run.models:
             if isinstance(encoder := inputs_of(model.model), ImageInputs):

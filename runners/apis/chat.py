@@ -44,7 +44,7 @@ class ConversationMemory:
 
     def has_any(self, ids: Iterable[str]) -> bool:
         """Whether any of the ids is known."""
-        return any(id in kept for id in ids for kept in self.kept.values())
+        return any(id in by_id for id in ids for by_id in self.kept.values())
 
     def remember(self, answer: Body, conversation: int | None) -> None:
         """Store the answer to a conversation. `conversation`: its key, which `recall` returned;
@@ -53,8 +53,8 @@ class ConversationMemory:
             if isinstance(arguments := call["function"].get("arguments") or "", str):
                 self.arguments[str(call.get("id"))] = arguments
         if conversation is not None:  # without fields that servers leave empty
-            said = {name: value for name, value in answer.items() if value or name == "content"}
-            self.answers.setdefault(conversation, []).append(said)
+            filled = {name: value for name, value in answer.items() if value or name == "content"}
+            self.answers.setdefault(conversation, []).append(filled)
             if self.walked is not None and conversation != self.walked[-1]:
                 # Invalid, because this answer may belong into the middle of the walk.
                 self.walked = None
@@ -67,11 +67,11 @@ class ConversationMemory:
         different JSON, replace malformed ones, add a name, or split an answer into several
         messages. Then a chat template would render other tokens than the sampled ones, and the call
         would not extend the previous one. An answer is identified by its conversation and its
-        content, so answers of other agents, and answers that the agent has changed, are not
-        touched. `joined`: whether in this API neighbouring assistant messages are one turn, even if
-        the policy did not give them. `raw`: the JSON of the messages; if it begins with the latest
+        content, so answers of other agents, and answers that the agent has changed, stay as they
+        are. `joined`: whether this API treats neighbouring assistant messages as one turn, even if
+        the policy did not write them. `raw`: the JSON of the messages; if it begins with the latest
         conversation, only the rest is read."""
-        found: list[Json] | None = None  # None while nothing has changed
+        recalled: list[Json] | None = None  # None while nothing has changed
         new_ids: dict[str, Json] = {}
         index, key = self._resumed(raw)
         while index < len(messages):
@@ -84,16 +84,16 @@ class ConversationMemory:
             elif new_ids and role == "tool":
                 id = message.get("tool_call_id")
                 turn = message | {"tool_call_id": new_ids.get(str(id), id)}
-            if turn is not message and found is None and (count > 1 or turn != message):
-                found = messages[:index]
-            if found is not None:
-                found.append(turn)
+            if turn is not message and recalled is None and (count > 1 or turn != message):
+                recalled = messages[:index]
+            if recalled is not None:
+                recalled.append(turn)
             key = _next_key(key, turn)
             index += count
         self.walked = None
-        if raw.endswith(b"}]") and found is None and not _is_assistant(messages[-1]):
+        if raw.endswith(b"}]") and recalled is None and not _is_assistant(messages[-1]):
             self.walked = len(raw) - 1, hash(raw[:-1]), len(messages), key
-        return messages if found is None else found, key
+        return messages if recalled is None else recalled, key
 
     def _resumed(self, raw: bytes) -> tuple[int, int]:
         """Return the number of leading messages that are known, and their key."""
@@ -117,15 +117,15 @@ class ConversationMemory:
         if alone and not answers:
             return self._with_arguments(turn), 1, NOTHING
         while True:
-            if given := _as_given(turn, answers):
-                best = (given, end - start, _renamed(turn, given))  # the longest match
+            if original := _as_given(turn, answers):
+                best = (original, end - start, _renamed(turn, original))  # the longest match
             if not (answers or joined) or end == len(messages) or not _is_assistant(messages[end]):
                 break
             turn, end = _join(turn, messages[end]), end + 1
         if best is not None:
             return best
-        whole, count = (turn, end - start) if joined else (messages[start], 1)
-        return self._with_arguments(whole), count, NOTHING
+        unmatched, count = (turn, end - start) if joined else (messages[start], 1)
+        return self._with_arguments(unmatched), count, NOTHING
 
     def _with_arguments(self, turn: Body) -> Body:
         """Return a turn that is not an answer to this conversation, for example because the agent
@@ -208,11 +208,11 @@ def _parts(content: Json) -> list[Json]:
 def _as_given(turn: Body, answers: Sequence[Body]) -> Body | None:
     """Replace a turn by the matching original answer; of several matches the latest, unless one is
     equal to the turn or has the same call ids."""
-    given = [same for answer in answers if (same := _same_answer(turn, answer)) is not None]
+    matches = [same for answer in answers if (same := _same_answer(turn, answer)) is not None]
     ids = [call.get("id") for call in _calls(turn)]
     return max(
-        reversed(given),
-        key=lambda one: (one == turn, [call.get("id") for call in _calls(one)] == ids),
+        reversed(matches),
+        key=lambda match: (match == turn, [call.get("id") for call in _calls(match)] == ids),
         default=None,
     )
 
@@ -226,34 +226,36 @@ def _same_answer(turn: Body, answer: Body) -> Body | None:
     pairs = _paired(turn, answer)
     if pairs is None:
         return None
-    given = {name: value for name, value in turn.items() if name != "name"}
+    original = {name: value for name, value in turn.items() if name != "name"}
     if _answer_text(turn) and not answer.get("refusal"):
-        given["content"] = answer["content"]
+        original["content"] = answer["content"]
     if _thought(answer).strip() == _thought(turn).strip() != "":
-        given = {name: value for name, value in given.items() if name not in THOUGHTS}
-        given |= {name: answer[name] for name in THOUGHTS if answer.get(name)}
+        original = {name: value for name, value in original.items() if name not in THOUGHTS}
+        original |= {name: answer[name] for name in THOUGHTS if answer.get(name)}
     if pairs:
-        given["tool_calls"] = [
-            _with_text(call, made["function"].get("arguments") or "")
-            | ({"id": made["id"]} if made.get("id") else {})
-            for call, made in pairs
+        original["tool_calls"] = [
+            _with_text(call, answer_call["function"].get("arguments") or "")
+            | ({"id": answer_call["id"]} if answer_call.get("id") else {})
+            for call, answer_call in pairs
         ]
-    return given
+    return original
 
 
 def _paired(turn: Body, answer: Body) -> list[tuple[Body, Body]] | None:
     """Return the calls of a turn with those of the answer, in its order; None if they differ."""
-    sent, made = _calls(turn), _calls(answer)
-    if len(sent) != len(made) or (turn.get("tool_calls") and not sent):
+    sent, written = _calls(turn), _calls(answer)
+    if len(sent) != len(written) or (turn.get("tool_calls") and not sent):
         return None
     by_id = {str(call.get("id")): call for call in sent}
-    if by_id.keys() == {str(call.get("id")) for call in made}:
-        sent = [by_id[str(call.get("id"))] for call in made]
-    pairs = list(zip(sent, made, strict=True))
-    for one, other in pairs:
-        if one["function"].get("name") != other["function"].get("name"):
+    if by_id.keys() == {str(call.get("id")) for call in written}:
+        sent = [by_id[str(call.get("id"))] for call in written]
+    pairs = list(zip(sent, written, strict=True))
+    for sent_call, written_call in pairs:
+        if sent_call["function"].get("name") != written_call["function"].get("name"):
             return None
-        if not _means(one["function"].get("arguments"), other["function"].get("arguments")):
+        if not _means(
+            sent_call["function"].get("arguments"), written_call["function"].get("arguments")
+        ):
             return None
     return pairs
 
@@ -273,10 +275,10 @@ def _means(received: Json, written: Json) -> bool:
     if received == written or not (received or written):
         return True
     sent = _parsed(received) if isinstance(received, str | None) else received
-    own = _parsed(written) if isinstance(written, str | None) else written
-    if sent is not MALFORMED and _equal(sent, own):
+    original = _parsed(written) if isinstance(written, str | None) else written
+    if sent is not MALFORMED and _equal(sent, original):
         return True
-    if isinstance(own, dict):
+    if isinstance(original, dict):
         return False
     return isinstance(sent, dict) and [*sent.values()] in ([], [written])
 
@@ -291,22 +293,22 @@ def _parsed(text: str | None) -> Any:
         return MALFORMED
 
 
-def _equal(one: Json, other: Json) -> bool:
+def _equal(a: Json, b: Json) -> bool:
     """Whether two JSON values are equal; in Python 1 == True."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return bool(one == other)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    return bool(a == b)
 
 
-def _renamed(turn: Body, given: Body) -> dict[str, Json]:
+def _renamed(turn: Body, original: Body) -> dict[str, Json]:
     """Return a mapping from the ids of a turn's calls to the original ids, unless they are
     known."""
-    pairs = zip(_calls(turn), _calls(given), strict=True)
-    new = {str(call.get("id")): other.get("id") for call, other in pairs}
+    pairs = zip(_calls(turn), _calls(original), strict=True)
+    new = {str(call.get("id")): original_call.get("id") for call, original_call in pairs}
     return {} if new.keys() == {str(id) for id in new.values()} else new
 
 
@@ -330,11 +332,11 @@ class ToolCalls:
         first = {k: v for k, v in delta.items() if k not in ("index", "function") and v}
         call |= first | ({"id": call["id"]} if call.get("id") else {})
         for key, more in function.items():
-            known = call["function"].get(key, "")
+            so_far = call["function"].get(key, "")
             # Some servers repeat the field in every part.
-            if more and not (key == "name" and more == known):
+            if more and not (key == "name" and more == so_far):
                 text = more if isinstance(more, str) else msgspec.json.encode(more).decode()
-                call["function"][key] = known + text
+                call["function"][key] = so_far + text
 
     def _find(self, index: int | str | None, id: str | None, function: Body) -> Body | None:
         """Return the call that a part continues; None for a new one."""
@@ -344,12 +346,12 @@ class ToolCalls:
         call = last if index is None else self._latest.get(index)
         if call is None or (id and id == call.get("id")):
             return call
-        begun, other = call["function"], id and call.get("id")
-        named = function.get("name") and (begun["name"] or other)
-        if named and (index is None or other):
+        begun, other_id = call["function"], id and call.get("id")
+        named = function.get("name") and (begun["name"] or other_id)
+        if named and (index is None or other_id):
             return None
         # A few servers vary the id within a call, so an id alone begins none.
-        begins = named or (other and function.get("arguments"))
+        begins = named or (other_id and function.get("arguments"))
         return None if begins and is_complete(begun["arguments"]) else call
 
 

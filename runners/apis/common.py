@@ -33,7 +33,7 @@ from agentrl.runners.apis.chat import Body, ToolCalls, is_complete
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Text of an answer that is yet to be written, or a tool call that may continue."""
+    """Text of an answer that has not been written yet, or a tool call that may continue."""
 
     key: str = ""  # field of the text: reasoning_content, content or refusal
     text: str = ""
@@ -72,10 +72,10 @@ class ChatTranslation(ABC):
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
         choice = completion["choices"][0]
-        said = dict(choice["message"])
-        if calls := said.get("tool_calls"):  # each is a complete call, with any index
-            said["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
-        chunk = {**completion, "choices": [choice | {"delta": said}]}
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):  # each is a complete call, with any index
+            message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
+        chunk = {**completion, "choices": [choice | {"delta": message}]}
         self.part(chunk, prompt_tokens)
         self.end()
         return msgspec.json.encode(self.answer)
@@ -99,9 +99,9 @@ class ChatTranslation(ABC):
                 if text:
                     self._pending.append(Block(key, text, choice))
             for piece in delta.get("tool_calls") or ():
-                known = len(self._calls.all)
+                before = len(self._calls.all)
                 self._calls.add(piece)
-                self._pending += [Block(call=call) for call in self._calls.all[known:]]
+                self._pending += [Block(call=call) for call in self._calls.all[before:]]
             self._advance()
             self._finish = choice.get("finish_reason") or self._finish
             if isinstance(choice.get("stop_reason"), str):  # vLLM: the stop sequence that matched
@@ -167,13 +167,13 @@ class ChatTranslation(ABC):
     @abstractmethod
     def _end(self) -> None: ...
 
-    def _switch(self, what: object) -> bool:
-        """End the current block unless it is `what`; return whether `what` is new."""
-        if self._open == what:
+    def _switch(self, block: object) -> bool:
+        """End the current block unless it is `block`; return whether `block` is new."""
+        if self._open == block:
             return False
         if self._open is not None:
             self._close()
-        self._open = what
+        self._open = block
         return True
 
     def _event(self, kind: str, **fields: Any) -> None:
@@ -243,8 +243,8 @@ class Turns:
         if name is not None and str(id) not in self._calls:
             id = self._unanswered(name)
         if str(id) not in self._calls:
-            what = f"of {name!r:.80}" if id is None else f"{id!r:.80}"
-            why = f"there is no call {what} before this result; send the call that it answers, too"
+            call = f"of {name!r:.80}" if id is None else f"{id!r:.80}"
+            why = f"there is no call {call} before this result; send the call that it answers, too"
             raise UntranslatableError(where, why, code="no_tool_call")
         self._answered.add(str(id))
         self.messages.append({"role": "tool", "tool_call_id": id, "content": output})
@@ -266,17 +266,18 @@ def seal(thought: str) -> str:
     return b64encode(SEALED + thought.encode()).decode()
 
 
-def unseal(given: Json) -> str:
+def unseal(text: Json) -> str:
     """Decode the reasoning in a sealed text; empty for anything else."""
     try:
-        sealed = b64decode(padded(given), validate=True) if isinstance(given, str) else b""
+        sealed = b64decode(padded(text), validate=True) if isinstance(text, str) else b""
         return sealed.removeprefix(SEALED).decode() if sealed.startswith(SEALED) else ""
     except ValueError:
         return ""
 
 
 def padded(base64: str) -> str:
-    """Return base64 in the usual alphabet and with its padding; SDKs write that for URLs."""
+    """Return base64 in the usual alphabet and with its padding; SDKs write the URL-safe
+    alphabet."""
     usual = base64.rstrip("=").replace("-", "+").replace("_", "/")
     return usual + "=" * (-len(usual) % 4)
 
@@ -317,24 +318,24 @@ class ClientTools:
 
     def add(self, tools: Json, where: str, namespace: str = "") -> None:
         for index, tool in enumerate(base.objects(tools, where)):
-            here, kind = f"{where}[{index}]", tool.get("type")
+            path, kind = f"{where}[{index}]", tool.get("type")
             if kind in READ:
                 unread = sorted(name for name in tool.keys() - READ[kind] if tool[name])
                 self.ignored += [f"tools.{kind}.{name}" for name in unread]
             if kind == "namespace" and not namespace:
-                self.add(tool.get("tools"), f"{here}.tools", base.text(tool.get("name"), here))
+                self.add(tool.get("tools"), f"{path}.tools", base.text(tool.get("name"), path))
             elif kind in ("function", "custom"):
-                self._add(tool, here, namespace)
+                self._add(tool, path, namespace)
             elif kind in HOSTED:
                 self.ignored.append(f"{where}: {kind}")
             else:
                 what = f"{kind!r:.80} is not possible behind this gateway"
-                raise UntranslatableError(f"{here}.type", f"{what}; offer it as a function")
+                raise UntranslatableError(f"{path}.type", f"{what}; offer it as a function")
 
     @property
     def chat(self) -> list[Body]:
         """The `tools` of the chat completion."""
-        return [{"type": "function", "function": one} for one in self._functions.values()]
+        return [{"type": "function", "function": function} for function in self._functions.values()]
 
     def item(self, function: str) -> Body:
         """Return the first fields of the output item for a call of `function`."""
@@ -344,8 +345,8 @@ class ClientTools:
 
     def _add(self, tool: Body, where: str, namespace: str) -> None:
         name = base.text(tool.get("name"), f"{where}.name")
-        kept = READ[tool["type"]] - {"type", "format"}
-        function = {k: v for k, v in tool.items() if k in kept}
+        fields = READ[tool["type"]] - {"type", "format"}
+        function = {k: v for k, v in tool.items() if k in fields}
         if tool["type"] == "custom":
             function |= {"parameters": INPUT}
             if (syntax := tool.get("format") or {}).get("type") == "grammar":

@@ -120,10 +120,10 @@ def _role(where: str, content: Body, *, alone: bool) -> str:
 def _parts(where: str, content: Body) -> list[Part]:
     """Return a content's parts, each with its path."""
     parts = [(f"{where}.parts[{i}]", part) for i, part in enumerate(content.get("parts") or ())]
-    for here, part in parts:
-        said = google_json.CONTENT_FIELDS & part.keys()
-        if len(said) > 1 or not (said or "thoughtSignature" in part):
-            raise _impossible(part, here)
+    for path, part in parts:
+        kinds = google_json.CONTENT_FIELDS & part.keys()
+        if len(kinds) > 1 or not (kinds or "thoughtSignature" in part):
+            raise _impossible(part, path)
     return parts
 
 
@@ -150,20 +150,20 @@ def _add_input(turns: common.Turns, parts: list[Part], where: str) -> None:
     """Append results of functions, and then the user's text."""
     if not parts:
         raise UntranslatableError(f"{where}.parts", "must not be empty; leave the content out")
-    said: list[Body] = []
-    for here, part in parts:
+    content: list[Body] = []
+    for path, part in parts:
         if (answer := part.get("functionResponse")) is not None:
-            here = f"{here}.functionResponse"
-            output, name = _output(answer, here), str(answer.get("name") or "")
-            turns.add_result(answer.get("id"), output, here, name=name)
+            path = f"{path}.functionResponse"
+            output, name = _output(answer, path), str(answer.get("name") or "")
+            turns.add_result(answer.get("id"), output, path, name=name)
         elif "text" in part and not part.get("thought"):
-            said.append({"type": "text", "text": base.text(part["text"], here)})
+            content.append({"type": "text", "text": base.text(part["text"], path)})
         elif image := _image(part):
-            said.append(image)
+            content.append(image)
         else:
-            raise _impossible(part, here)
-    if said:
-        turns.add("user", common.content(said))
+            raise _impossible(part, path)
+    if content:
+        turns.add("user", common.content(content))
 
 
 def _output(answer: Body, where: str) -> Json:
@@ -173,13 +173,13 @@ def _output(answer: Body, where: str) -> Json:
         output = output["output"]
         plain = isinstance(output, str)
     text = output if plain else msgspec.json.encode(output).decode()
-    said: list[Body] = [{"type": "text", "text": text}]
+    content: list[Body] = [{"type": "text", "text": text}]
     for index, part in enumerate(answer.get("parts") or ()):
         image = _image(part)
         if image is None:
             raise _impossible(part, f"{where}.parts[{index}]")
-        said.append(image)
-    return common.content(said)
+        content.append(image)
+    return common.content(content)
 
 
 def _image(part: Body) -> Body | None:
@@ -212,7 +212,7 @@ class GoogleTranslation(common.ChatTranslation):
         read = google_json.read(body, google_json.REQUEST, "", dropped)
         chat = chat_request(read, model) | ({"stream": True} if stream else {})
         self._thought = ""
-        self._held: list[Body] = []  # parts that are yet to be sent
+        self._held: list[Body] = []  # parts that have not been sent yet
         self._parts: list[Body] = []
         self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
         answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
@@ -264,7 +264,7 @@ class GoogleTranslation(common.ChatTranslation):
         """Send the parts before this one. The last parts are sent with the end of the answer,
         because SDKs drop an answer and its question from the conversation if an event has no part.
         Adjacent calls are sent together, because some clients merge calls of two events."""
-        if self._held and not all("functionCall" in one for one in (*self._held, part)):
+        if self._held and not all("functionCall" in held for held in (*self._held, part)):
             self._send()
         self._held.append(part)
 

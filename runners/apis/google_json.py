@@ -1,4 +1,4 @@
-"""Normalises Google's JSON: one spelling for each field, schemas as JSON Schema.
+"""Normalises Google's JSON: each field gets one spelling, and schemas become JSON Schema.
 
 Google takes camelCase and snake_case, and its clients send a mixture. `REQUEST` lists the fields
 that exist. Invariant: an unknown field is rejected, and a field without effect is recorded, but
@@ -26,34 +26,35 @@ KEPT, DROPPED = object(), object()
 TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
 
 
-def read(given: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
+def read(data: Json, fields: Fields, where: str, dropped: list[str]) -> Body:
     """Return an object at path `where` with its fields in camelCase; append those without effect to
     `dropped`. As at Google, null means a missing field."""
     result: Body = {}
-    for name, value in _spelled(given, fields, where).items():
-        here, what = f"{where}.{name}".lstrip("."), fields.get(name)
-        if what is None:
-            raise common.impossible(here, f"{value!r:.80}")
-        if value is None or (what is DROPPED and value == []):
+    for name, value in _spelled(data, fields, where).items():
+        path, reader = f"{where}.{name}".lstrip("."), fields.get(name)
+        if reader is None:
+            raise common.impossible(path, f"{value!r:.80}")
+        if value is None or (reader is DROPPED and value == []):
             continue
-        if what is KEPT:
+        if reader is KEPT:
             result[name] = value
-        elif what is DROPPED:
-            dropped.append(here)
-        elif isinstance(what, tuple):
-            if value not in what:
-                raise common.impossible(here, f"{value!r:.80}")
-        elif isinstance(what, dict):
-            result[name] = read(value, what, here, dropped)
-        elif isinstance(what, list):  # Google also accepts a single element in place of a list
+        elif reader is DROPPED:
+            dropped.append(path)
+        elif isinstance(reader, tuple):
+            if value not in reader:
+                raise common.impossible(path, f"{value!r:.80}")
+        elif isinstance(reader, dict):
+            result[name] = read(value, reader, path, dropped)
+        elif isinstance(reader, list):  # Google also accepts a single element in place of a list
             elements = [value] if isinstance(value, dict) else value
             if not isinstance(elements, list):
-                raise UntranslatableError(here, "is not a list of objects", code="invalid_type")
+                raise UntranslatableError(path, "is not a list of objects", code="invalid_type")
             result[name] = [
-                read(one, what[0], f"{here}[{i}]", dropped) for i, one in enumerate(elements)
+                read(element, reader[0], f"{path}[{i}]", dropped)
+                for i, element in enumerate(elements)
             ]
         else:
-            result[name] = what(value, here)
+            result[name] = reader(value, path)
     return result
 
 
@@ -75,12 +76,12 @@ def object_of_agent(value: Json, where: str) -> Json:
     return value
 
 
-def _spelled(given: Json, fields: Fields, where: str) -> Body:
+def _spelled(data: Json, fields: Fields, where: str) -> Body:
     """Return an object with its known fields in camelCase."""
-    if not isinstance(given, dict):
+    if not isinstance(data, dict):
         raise UntranslatableError(where or "request", "is not an object", code="invalid_type")
     result: Body = {}
-    for name, value in given.items():
+    for name, value in data.items():
         usual = _camel(name) if _camel(name) in fields else name
         if usual in result:
             why = f"is there twice, as {name!r:.80} and in another spelling; leave one out"
@@ -90,8 +91,8 @@ def _spelled(given: Json, fields: Fields, where: str) -> Body:
 
 
 def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word[:1].upper() + word[1:] for word in rest)
+    first, *others = name.split("_")
+    return first + "".join(word[:1].upper() + word[1:] for word in others)
 
 
 # -- schemas ---------------------------------------------------------------------------------------
@@ -104,11 +105,11 @@ MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definit
 WORDS = dict.fromkeys((*COUNTS, "additionalProperties", "anyOf", "propertyOrdering"), KEPT)
 
 
-def json_schema(given: Json, where: str) -> Json:
+def json_schema(source: Json, where: str) -> Json:
     """Convert Google's Schema, or a JSON Schema with some of its words, to JSON Schema."""
-    if isinstance(given, bool):
-        return given
-    schema = _spelled(given, WORDS, where)
+    if isinstance(source, bool):
+        return source
+    schema = _spelled(source, WORDS, where)
     for google, usual in (("defs", "$defs"), ("ref", "$ref")):
         if google in schema and usual not in schema:
             schema[usual] = schema.pop(google)
@@ -145,7 +146,7 @@ def _inner(name: str, inner: Json, where: str) -> Json:
 
 def _types(kind: Json) -> Json:
     if isinstance(kind, list):
-        return [_types(one) for one in kind]
+        return [_types(alternative) for alternative in kind]
     return kind.lower() if isinstance(kind, str) and kind in TYPES else kind
 
 

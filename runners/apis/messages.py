@@ -139,14 +139,16 @@ def prompt_of(body: Body, memory: ConversationMemory) -> Body:
 
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect, and its hosted tools."""
-    found = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    options = [name for name in sorted(IDLE & body.keys()) if body[name]]
     # The policy decides when to think, and how long; its reasoning is shown.
     thinking = body.get("thinking") or {}
     if thinking.get("type") == "disabled" or thinking.get("display") == "omitted":
-        found.append("thinking")
-    found += [f"thinking.{k}" for k in sorted(thinking.keys() - {"type", "display"}) if thinking[k]]
-    found += [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
-    return found + sorted(set(_unread(body)))
+        options.append("thinking")
+    options += [
+        f"thinking.{k}" for k in sorted(thinking.keys() - {"type", "display"}) if thinking[k]
+    ]
+    options += [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
+    return options + sorted(set(_unread(body)))
 
 
 def _unread(body: Body) -> Iterator[str]:
@@ -178,8 +180,8 @@ def _hosted(tool: Body) -> bool:
 
 def _tool(tool: Body, index: int) -> Body:
     if tool.get("type") not in (None, "custom"):
-        what = f"{tool['type']!r:.80} is not possible behind this gateway; only custom tools are"
-        raise UntranslatableError(f"tools[{index}].type", what)
+        why = f"{tool['type']!r:.80} is not possible behind this gateway; only custom tools are"
+        raise UntranslatableError(f"tools[{index}].type", why)
     function: Body = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
     function["parameters"] = tool.get("input_schema")
     return {"type": "function", "function": function}
@@ -216,25 +218,25 @@ def _add(turns: common.Turns, message: Body, where: str) -> None:
 
 def _add_input(turns: common.Turns, blocks: list[Body], where: str) -> None:
     """Append the user's text, and each tool result as a separate message."""
-    said: list[Body] = []
+    content: list[Body] = []
     for index, block in enumerate(blocks):
-        here = f"{where}[{index}]"
+        path = f"{where}[{index}]"
         if block.get("type") != "tool_result":
-            said.append(_part(block, here))
+            content.append(_part(block, path))
             continue
-        if said:
-            turns.add("user", common.content(said))
-        said = []
-        turns.add_result(block.get("tool_use_id"), _output(block, f"{here}.content"), here)
-    if said:
-        turns.add("user", common.content(said))
+        if content:
+            turns.add("user", common.content(content))
+        content = []
+        turns.add_result(block.get("tool_use_id"), _output(block, f"{path}.content"), path)
+    if content:
+        turns.add("user", common.content(content))
 
 
 def _output(block: Body, where: str) -> Json:
     """Return the content of a tool's result: a text, or parts if it has images."""
     content = block.get("content") or ""
     blocks = [] if isinstance(content, str) else base.objects(content, where)
-    parts = [_part(one, f"{where}[{index}]") for index, one in enumerate(blocks)]
+    parts = [_part(inner, f"{where}[{index}]") for index, inner in enumerate(blocks)]
     failed = FAILED if block.get("is_error") else ""
     if any(part["type"] != "text" for part in parts):
         return [{"type": "text", "text": failed}, *parts] if failed else parts
@@ -246,16 +248,16 @@ def _add_answer(turns: common.Turns, blocks: list[Body], where: str) -> None:
     if not blocks:  # a policy may give an empty answer
         turns.add("assistant", "")
     for index, block in enumerate(blocks):
-        here, kind = f"{where}[{index}]", block.get("type")
+        path, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
-            turns.add("assistant", base.text(block.get("text"), here))
+            turns.add("assistant", base.text(block.get("text"), path))
         elif kind == "thinking":
-            text = base.text(block.get("thinking"), here)
+            text = base.text(block.get("thinking"), path)
             turns.think(common.thought_of(text, common.unseal(block.get("signature"))))
         elif kind == "tool_use":
             turns.call(block.get("id"), block.get("name"), arguments_of(block.get("input")))
         else:
-            raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
+            raise UntranslatableError(path, f"a block of type {kind!r:.80} is not possible here")
 
 
 def arguments_of(value: Json) -> str:
@@ -280,13 +282,13 @@ def _text(content: Json, where: str) -> str:
     """Return the text of a string or of text blocks; refuse other blocks."""
     if isinstance(content, str):
         return content
-    found = ""
+    text = ""
     for index, block in enumerate(base.objects(content, where)):
         if block.get("type") != "text":
-            what = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
-            raise UntranslatableError(f"{where}[{index}]", what)
-        found += base.text(block.get("text"), f"{where}[{index}]")
-    return found
+            why = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
+            raise UntranslatableError(f"{where}[{index}]", why)
+        text += base.text(block.get("text"), f"{where}[{index}]")
+    return text
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -346,11 +348,11 @@ class MessagesTranslation(common.ChatTranslation):
         self._event("message_delta", delta=delta, usage=self._usage)
         self._event("message_stop")
         if self._body.get("thread"):
-            whole = _with_thread(self._body, self._memory)
+            request = _with_thread(self._body, self._memory)
             turn: Body = {"role": "assistant", "content": self._blocks}
-            kept = {name: whole[name] for name in KEPT if name in whole}
-            kept["messages"] = [*whole["messages"], turn]
-            self._memory.kept["threads"][self.answer["id"]] = kept
+            thread = {name: request[name] for name in KEPT if name in request}
+            thread["messages"] = [*request["messages"], turn]
+            self._memory.kept["threads"][self.answer["id"]] = thread
 
     def _add_block(self, block: Body) -> None:
         self._blocks.append(block)

@@ -120,14 +120,14 @@ def chat_request(
 
 def ignored(body: Body) -> list[str]:
     """List the request's options that have no effect; for tools see `ClientTools.ignored`."""
-    found = [name for name in sorted(IDLE & body.keys()) if body[name]]
-    found += ["truncation"] if body.get("truncation") == "auto" else []
-    found += [f"include: {name}" for name in sorted(HOSTED_DATA & {*(body.get("include") or ())})]
-    asked = body.get("reasoning") or {}
-    idle = sorted(NO_SUMMARY & asked.keys())
-    found += [f"reasoning.{name}" for name in idle if asked[name]]
+    options = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    options += ["truncation"] if body.get("truncation") == "auto" else []
+    options += [f"include: {name}" for name in sorted(HOSTED_DATA & {*(body.get("include") or ())})]
+    reasoning = body.get("reasoning") or {}
+    idle = sorted(NO_SUMMARY & reasoning.keys())
+    options += [f"reasoning.{name}" for name in idle if reasoning[name]]
     items = body.get("input")
-    return found + (sorted(set(_unread(items, "input"))) if isinstance(items, list) else [])
+    return options + (sorted(set(_unread(items, "input"))) if isinstance(items, list) else [])
 
 
 def _unread(parts: list[Body], where: str) -> Iterator[str]:
@@ -143,18 +143,18 @@ def _unread(parts: list[Body], where: str) -> Iterator[str]:
 
 def _settings(items: list[Body], tools: ClientTools, reasoning: Body) -> tuple[list[Body], Body]:
     """Split items: return the items of the conversation, and `reasoning` updated by the rest."""
-    rest = []
+    conversation_items = []
     for index, item in enumerate(items):
-        here = f"input[{index}]"
+        path = f"input[{index}]"
         if item.get("type") == "additional_tools":
-            tools.add(item.get("tools"), f"{here}.tools")
+            tools.add(item.get("tools"), f"{path}.tools")
         elif item.get("type") == "configuration_update":
             if unknown := sorted(item.keys() - {"type", "id", "role", "reasoning"}):
-                raise common.impossible(here, ", ".join(unknown))
+                raise common.impossible(path, ", ".join(unknown))
             reasoning = reasoning | (item.get("reasoning") or {})
         else:
-            rest.append(item)
-    return rest, reasoning
+            conversation_items.append(item)
+    return conversation_items, reasoning
 
 
 def _tool_choice(choice: Json) -> Json:
@@ -178,11 +178,11 @@ def _format(options: Body) -> Body:
 
 def _reasoning(options: Body) -> Body:
     common.refuse_unless(options, REASONING, "reasoning.")
-    known = REASONING.keys() | NO_SUMMARY
-    given = {k: v for k, v in options.items() if v is not None and k not in known}
-    effort = given.pop("effort", None)
-    if given:
-        raise common.impossible("reasoning", ", ".join(sorted(given)))
+    supported = REASONING.keys() | NO_SUMMARY
+    unsupported = {k: v for k, v in options.items() if v is not None and k not in supported}
+    effort = unsupported.pop("effort", None)
+    if unsupported:
+        raise common.impossible("reasoning", ", ".join(sorted(unsupported)))
     return {} if effort is None else {"reasoning_effort": effort}
 
 
@@ -191,11 +191,11 @@ def messages_of(items: list[Body], memory: ConversationMemory) -> list[Body]:
     return _messages([], items, memory)
 
 
-def items_of(given: Json) -> list[Body]:
+def items_of(value: Json) -> list[Body]:
     """Return the items of an `input`; a text is a user message."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    return [*base.objects(given, "input")]
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    return [*base.objects(value, "input")]
 
 
 def history(id: str | None, memory: ConversationMemory) -> list[Body]:
@@ -208,9 +208,9 @@ def history(id: str | None, memory: ConversationMemory) -> list[Body]:
 
 def _conversation(body: Body, memory: ConversationMemory) -> Any:
     """Return the conversation that a request continues, a `stored.Conversation`; None if none."""
-    given = body.get("conversation")
-    id = given.get("id") if isinstance(given, dict) else given
-    if id is None and given is None:
+    reference = body.get("conversation")
+    id = reference.get("id") if isinstance(reference, dict) else reference
+    if id is None and reference is None:
         return None
     if not isinstance(id, str) or id not in memory.kept["conversations"]:
         why = f"{id!r:.80} is no conversation of this attempt; make one with POST /v1/conversations"
@@ -312,11 +312,11 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
 
 def _screenshot(output: Json, where: str) -> list[Body]:
     """Return the screenshot after a computer action."""
-    found = output if isinstance(output, dict) else {}
-    kind, url = found.get("type"), found.get("image_url")
+    fields = output if isinstance(output, dict) else {}
+    kind, url = fields.get("type"), fields.get("image_url")
     if kind not in SCREENS or not url:
-        what = f"a screenshot of type {kind!r:.80} without image_url is not possible here"
-        raise UntranslatableError(where, what)
+        why = f"a screenshot of type {kind!r:.80} without image_url is not possible here"
+        raise UntranslatableError(where, why)
     return [common.image(url)]
 
 
@@ -407,8 +407,8 @@ class ResponsesTranslation(common.ChatTranslation):
         else:
             (part,) = item["content"]
             where = self._where(content_index=0)
-            done = {k: v for k, v in part.items() if k not in ("type", "annotations")}
-            self._event(f"response.{part['type']}.done", **done, **where)
+            final = {k: v for k, v in part.items() if k not in ("type", "annotations")}
+            self._event(f"response.{part['type']}.done", **final, **where)
             self._event("response.content_part.done", part=part, **where)
             # Even if not requested, because some clients send back nothing else.
             if item["type"] == "reasoning":
@@ -421,8 +421,8 @@ class ResponsesTranslation(common.ChatTranslation):
             self.answer |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         else:
             self.answer |= {"status": "completed", "completed_at": int(time.time())}
-        said = self.chat["messages"][self._system :]
-        self._memory.kept["answers"][self.answer["id"]] = _messages(said, self._items, self._memory)
+        sent = self.chat["messages"][self._system :]
+        self._memory.kept["answers"][self.answer["id"]] = _messages(sent, self._items, self._memory)
         self._memory.kept["responses"][self.answer["id"]] = self.answer, self.history
         if self._conversation is not None:
             self._conversation.add([*self._new, *self._items])

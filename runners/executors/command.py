@@ -81,13 +81,13 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
     enter the block before that. A client of another API gets no valid key."""
     kept = matching(os.environ, keep)
     changed: dict[str, str | None] = {**model_variables(base_url, KEY, kept)}
-    given = os.environ.keys() - kept.keys()
-    changed |= {name: KEY for name in KEYS if name in given}
-    changed |= {name: None for name in ACCOUNT if name in given}
+    replaceable = os.environ.keys() - kept.keys()
+    changed |= {name: KEY for name in KEYS if name in replaceable}
+    changed |= {name: None for name in ACCOUNT if name in replaceable}
     if getproxies().keys() - {"no"}:  # the gateway is never reached through a proxy
         for name in ("NO_PROXY", "no_proxy"):
-            known = os.environ.get(name)
-            changed[name] = f"{known},{LOCAL}" if known else LOCAL
+            value = os.environ.get(name)
+            changed[name] = f"{value},{LOCAL}" if value else LOCAL
     before = {name: os.environ.get(name) for name in changed}
     _set(changed)
     try:
@@ -104,11 +104,13 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def withheld(text: str, given: Mapping[str, str]) -> str:
-    """A hint for an error message of a process with the variables `given`, if the message names
+def withheld(text: str, variables: Mapping[str, str]) -> str:
+    """A hint for an error message of a process that has these `variables`, if the message names
     variables that only the runner has; else empty."""
-    lost = {name for name in VARIABLE.findall(text) if name in os.environ and name not in given}
-    names = sorted(name for name in lost if not name.startswith("AGENTRL_"))
+    missing = {
+        name for name in VARIABLE.findall(text) if name in os.environ and name not in variables
+    }
+    names = sorted(name for name in missing if not name.startswith("AGENTRL_"))
     if not names:
         return ""
     return (
@@ -117,10 +119,10 @@ def withheld(text: str, given: Mapping[str, str]) -> str:
     )
 
 
-def explained(failure: Failure, given: Mapping[str, str]) -> Failure:
-    """The failure of an agent, with a hint about missing variables; its process has the variables
-    `given`."""
-    return replace(failure, message=failure.message + withheld(failure.message, given))
+def explained(failure: Failure, variables: Mapping[str, str]) -> Failure:
+    """The failure of an agent whose process has these `variables`, with a hint about missing
+    ones."""
+    return replace(failure, message=failure.message + withheld(failure.message, variables))
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -167,8 +169,8 @@ def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
 def private_folders(home: str, repository: Path) -> dict[str, str]:
     """Return variables that keep a program in the folders of its attempt. PWD is included: a shell
     or wrapper may leave it stale, and some programs trust it."""
-    own = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
-    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in own.items()}
+    folders = {"CONFIG": "config", "DATA": "local/share", "STATE": "local/state", "CACHE": "cache"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/.{folder}" for name, folder in folders.items()}
     return {"HOME": home, "PWD": str(repository)} | xdg
 
 
@@ -226,9 +228,9 @@ class SandboxExecutor:
             result = await self._execute(active, span)
         except FailedAttemptError as error:
             failure = error.failure
-        known: Any = {"id": span, "attempt": active.id, "name": "attempt", "kind": "agent"}
+        fields: Any = {"id": span, "attempt": active.id, "name": "attempt", "kind": "agent"}
         end, ok = time.time_ns(), failure is None
-        root = Span(**known, parent=None, start=start, end=end, ok=ok)
+        root = Span(**fields, parent=None, start=start, end=end, ok=ok)
         return ExecutionResult(result=result, failure=failure, spans=[root])
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
@@ -258,8 +260,8 @@ def check_exit(status: int, stderr: str) -> None:
 def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
-    known = -status in set(signal.Signals)
-    name = signal.Signals(-status).name if known else f"signal {-status}"
+    is_named = -status in set(signal.Signals)
+    name = signal.Signals(-status).name if is_named else f"signal {-status}"
     cause = processes.cause_of(status)
     return f"was killed by {name}" + (f", {cause}: {processes.RUNNER_MEMORY_HINT}" if cause else "")
 
@@ -326,7 +328,7 @@ class SupervisedProcess:
 
 
 class Channel(NamedTuple):
-    """A process that is talked to."""
+    """A process that exchanges messages with this one."""
 
     supervised: SupervisedProcess
     printed: LogPipe
@@ -450,17 +452,17 @@ class LogPipe(Pipe):
     of `reset`, then a notice instead of the rest."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._left = limit, limit
+        self._limit, self._remaining = limit, limit
 
     def reset(self) -> None:
-        self._left = self._limit
+        self._remaining = self._limit
 
     def data_received(self, data: bytes) -> None:
-        if self._left <= 0:
+        if self._remaining <= 0:
             return
-        sys.stderr.write(data[: self._left].decode(errors="replace"))
-        self._left -= len(data)
-        if self._left <= 0:
+        sys.stderr.write(data[: self._remaining].decode(errors="replace"))
+        self._remaining -= len(data)
+        if self._remaining <= 0:
             sys.stderr.write(f"\n(agents printed over {self._limit} bytes; the rest is not kept)\n")
         sys.stderr.flush()
 
@@ -572,8 +574,8 @@ class CommandExecutor(SandboxExecutor):
         stderr = OutputPipe(MAX_TRACEBACK_CHARS, tail=True)
         if stdin is None:
             # A harness has its prompt as an argument, and would append its stdin to it.
-            given = os.devnull if self.agent.harness else folder / TASK
-            stdin = os.open(given, os.O_RDONLY)
+            path = os.devnull if self.agent.harness else folder / TASK
+            stdin = os.open(path, os.O_RDONLY)
         fds = [stdin, await stdout.open(), await stderr.open()]
         try:
             process = await self._launcher.launch(spec, fds)

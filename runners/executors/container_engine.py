@@ -211,17 +211,17 @@ def working_program(named: str) -> str:
 
 @cache
 def _working_program(named: str, environment: tuple[tuple[str, str], ...]) -> str:
-    found = [program for program in ([named] if named else PROGRAMS) if shutil.which(program)]
-    if not found:
-        what = f"no program {named!r}" if named else "neither docker nor podman"
-        raise ConfigError(f"runner.container.cli: there is {what} on this machine; install it")
-    problems = {program: _problem(program) for program in found}
+    present = [program for program in ([named] if named else PROGRAMS) if shutil.which(program)]
+    if not present:
+        missing = f"no program {named!r}" if named else "neither docker nor podman"
+        raise ConfigError(f"runner.container.cli: there is {missing} on this machine; install it")
+    problems = {program: _problem(program) for program in present}
     for program, problem in problems.items():
         if not problem:
             return program
     why = "; ".join(f"{program}: {problem}" for program, problem in problems.items())
     raise ConfigError(
-        f"{' and '.join(found)} does not work here; start its daemon, or choose another executor"
+        f"{' and '.join(present)} does not work here; start its daemon, or choose another executor"
         f" ({why})"
     )
 
@@ -286,15 +286,15 @@ def enclosure(
     """A container of the agent's image without network, with access to `folder`. If this process is
     killed before it removes the container, the next keeper does. env: its variables; PWD is its
     working directory."""
-    own = runner.container
-    cli = own.cli or working_program("")
+    settings = runner.container
+    cli = settings.cli or working_program("")
     argv = [cli, "run", "--rm", "--init", "--name", name, "--network", "none"]
     argv += ["--label", f"{keeper.LABEL}={keeper.owner_of(os.getpid())}"]
     argv += limits(runner.memory_mb, 0.0, MAX_PROCESSES)
     argv += ["--volume", f"{folder}:{folder}", "--workdir", env["PWD"]]
     for key, value in env.items():
         argv += ["--env", f"{key}={value}"]
-    prefix = [*argv, *own.options, own.image]
+    prefix = [*argv, *settings.options, settings.image]
     return Enclosure(prefix, CLIENT, [cli, "rm", "--force", name])
 
 
@@ -333,9 +333,9 @@ class DiskWatch:
     async def start(self) -> None:
         reply = await self._cli.ask("info", "--format", "{{json .}}")
         with suppress(msgspec.DecodeError, KeyError, TypeError):
-            known = msgspec.json.decode(reply.out)
-            self._folder = Path(known.get("DockerRootDir") or known["store"]["graphRoot"])
-            if ignored := ignored_limits(known):
+            info = msgspec.json.decode(reply.out)
+            self._folder = Path(info.get("DockerRootDir") or info["store"]["graphRoot"])
+            if ignored := ignored_limits(info):
                 log.warning(
                     "%s here ignores limits of %s, as its user may not set them; run it as root, or"
                     " delegate these controllers of cgroups v2 to the user",
@@ -369,14 +369,14 @@ class DiskWatch:
         return not now
 
     async def _measure(self, limited: list[Container]) -> None:
-        own = ("--filter", f"label={LABEL}={self._cli.owner}")
-        how = ("ps", "--all", "--size", *own, "--format", "{{.Names}} {{.Size}}")
+        labels = ("--filter", f"label={LABEL}={self._cli.owner}")
+        how = ("ps", "--all", "--size", *labels, "--format", "{{.Names}} {{.Size}}")
         listed = await self._cli.ask(*how)
         written = {}
         for line in listed.out.splitlines():
             name, _, text = line.partition(" ")
-            if (found := SIZE.match(text)) is not None:
-                written[name] = float(found[1]) * UNITS[found[2].upper()]
+            if (size_match := SIZE.match(text)) is not None:
+                written[name] = float(size_match[1]) * UNITS[size_match[2].upper()]
         volumes = await self._volumes(limited)
         for container in limited:
             size = written.get(container.name, 0.0)
@@ -391,17 +391,17 @@ class DiskWatch:
                 self._cli.remove(container.name)  # the container's programs end with this cause
 
     async def _volumes(self, limited: list[Container]) -> dict[str, list[str]]:
-        """The folders on this machine that images want besides their containers, by container."""
+        """The volumes of each container that its image declares: folders on this machine."""
         names = [container.name for container in limited]
         listed = await self._cli.ask("inspect", "--format", VOLUMES, *names)
         lines = [line.removeprefix("/").split() for line in listed.out.splitlines()]
         return {line[0]: line[1:] for line in lines if line}
 
 
-def ignored_limits(known: Any) -> list[str]:
-    """Which limits an engine does not keep, by its `info`."""
-    if (host := known.get("host")) is None:  # docker
-        return [name for name, (_, key) in LIMITS.items() if known.get(key) is False]
+def ignored_limits(info: Any) -> list[str]:
+    """The limits that an engine ignores, according to its `info`."""
+    if (host := info.get("host")) is None:  # docker
+        return [name for name, (_, key) in LIMITS.items() if info.get(key) is False]
     has = host.get("cgroupControllers") or ()
     rootless = host["security"]["rootless"]
     return [name for name, (controller, _) in LIMITS.items() if rootless and controller not in has]
@@ -409,10 +409,10 @@ def ignored_limits(known: Any) -> list[str]:
 
 def _free(folder: Path) -> int | None:
     try:
-        known = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return None
-    return known.f_bavail * known.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def _size(folder: Path) -> int:

@@ -88,10 +88,10 @@ class Images:
     ) -> str:
         if not (await self._cli.ask("image", "inspect", name)).status:
             return name
-        given = [word for pair in args.items() for word in ("--build-arg", "=".join(pair))]
+        build_args = [word for pair in args.items() for word in ("--build-arg", "=".join(pair))]
         reply = await self._cli.ask(
             *("build", "--tag", name, "--file", str(folder / dockerfile)),
-            *(*given, *self._options, str(folder)),
+            *(*build_args, *self._options, str(folder)),
             timeout=timeout,
             ends=True,
         )
@@ -137,7 +137,7 @@ def _digest(folder: Path, dockerfile: str, args: Mapping[str, str], options: Seq
     """Hash names, modes and contents of a folder's files, and how the image is built from them."""
     if not (folder / dockerfile).is_file():
         raise ContainerError(f"there is no {dockerfile} in {folder}, so no image can be built")
-    known = hashlib.sha256(msgspec.json.encode([dockerfile, sorted(args.items()), *options]))
+    hasher = hashlib.sha256(msgspec.json.encode([dockerfile, sorted(args.items()), *options]))
     try:
         for parent, folders, files in os.walk(folder):
             folders.sort()
@@ -148,10 +148,10 @@ def _digest(folder: Path, dockerfile: str, args: Mapping[str, str], options: Seq
                     content = os.fsencode(path.readlink())
                 else:
                     content = path.read_bytes() if path.is_file() else b""
-                known.update(msgspec.json.encode([*head, len(content)]) + content)
+                hasher.update(msgspec.json.encode([*head, len(content)]) + content)
     except OSError as error:
         raise ContainerError(f"{folder} cannot be read: {error.strerror or error}") from None
-    return known.hexdigest()[:32]
+    return hasher.hexdigest()[:32]
 
 
 SHELL, ROOT = "/bin/sh", "0"
@@ -217,8 +217,8 @@ class Container:
         stdout = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         stderr = OutputPipe(MAX_OUTPUT_BYTES, tail=True)
         spec = self.command(argv, env or {}, folder=folder, user=user, stdin=len(stdin))
-        given, held = written(stdin)
-        fds = [given, await stdout.open(), await stderr.open()]
+        stdin_fd, held = written(stdin)
+        fds = [stdin_fd, await stdout.open(), await stderr.open()]
         try:
             process = await self.pool.launcher.launch(spec, fds)
             status = await process.wait_at_most(timeout)
@@ -245,14 +245,14 @@ class Container:
         """Return the process of this machine that runs a program in the container. `stdin`: bytes
         of its input (`written`)."""
         file = self.pool.cli.scratch / f"{self.name}-{secrets.token_hex(4)}.env"
-        options, own = write_variables(env, file)
+        options, client_env = write_variables(env, file)
         options += ["--interactive"] if stdin else []
         options += ["--workdir", folder] if folder else []
         options += ["--user", user] if user else []
         read = READ_STDIN if stdin <= MAX_PIPE_BYTES else READ_LARGE_STDIN
         program = [SHELL, "-c", read, str(stdin), *argv] if stdin else argv
         command = [self.pool.cli.program, "exec", *options, self.name, *program]
-        env = own | passed_environment(CLIENT)
+        env = client_env | passed_environment(CLIENT)
         return ProcessSpec(argv=command, env=env, folder=str(self.pool.cli.scratch))
 
     async def check(self) -> None:
@@ -351,10 +351,13 @@ def written(data: bytes) -> tuple[int, int]:
     reading, writing = os.pipe()
 
     def write() -> None:
-        with contextlib.suppress(OSError), os.fdopen(own, "wb") as pipe:  # the reader has ended
+        with (
+            contextlib.suppress(OSError),
+            os.fdopen(duplicate, "wb") as pipe,
+        ):  # the reader has ended
             pipe.write(data)
 
-    own = os.dup(writing)
+    duplicate = os.dup(writing)
     threading.Thread(target=write, name="agentrl-stdin", daemon=True).start()
     return reading, writing
 

@@ -68,9 +68,11 @@ class ContainerExecutor(CommandExecutor):
         self, agent: AgentConfig, runner: ContainerRunnerConfig, *, root: Path, gateway: str
     ) -> None:
         super().__init__(agent, runner, root=root, gateway=gateway)
-        self.config = own = runner.container
-        has_proxy = own.network != "host" and (own.network == "none" or is_loopback(runner.host))
-        self._by_network = not has_proxy and own.network != "host"
+        self.config = settings = runner.container
+        has_proxy = settings.network != "host" and (
+            settings.network == "none" or is_loopback(runner.host)
+        )
+        self._by_network = not has_proxy and settings.network != "host"
         if self._by_network:
             self.gateway = command.reachable_url(gateway, runner, HOST)
         elif has_proxy:
@@ -80,7 +82,7 @@ class ContainerExecutor(CommandExecutor):
         except ContainerError as error:
             raise ConfigError(f"agent.env: {error}") from None
         self._containers = Containers(
-            own.cli, gateway=gateway if has_proxy else "", warm=min(WARM, runner.concurrency)
+            settings.cli, gateway=gateway if has_proxy else "", warm=min(WARM, runner.concurrency)
         )
         self._launcher = self._containers.launcher
 
@@ -103,7 +105,7 @@ class ContainerExecutor(CommandExecutor):
         return matching(os.environ, self.agent.pass_env) | self.agent.env
 
     def _spec_of(self, place: AgentPlace | None) -> ContainerSpec:
-        own, options = self.config, tuple(self.config.options)
+        settings, options = self.config, tuple(self.config.options)
         if self._by_network and not self.runner.advertise:
             options = ("--add-host", f"{HOST}:host-gateway", *options)
         share = None
@@ -111,7 +113,7 @@ class ContainerExecutor(CommandExecutor):
             shared = place.folder.parent.parent
             share = (str(shared / SHARES), str(shared))
         return ContainerSpec(
-            own.image, own.network, self.runner.memory_mb, disk_mb=DISK_MB, share=share,
+            settings.image, settings.network, self.runner.memory_mb, disk_mb=DISK_MB, share=share,
             options=options,
         )  # fmt: skip
 
@@ -134,12 +136,12 @@ class ContainerExecutor(CommandExecutor):
     async def _run_in(
         self, container: Container, active: ActiveAttempt, span: str, task: bytes, folder: Path
     ) -> Json:
-        given, works_in = self._user_variables(), self.agent.folder
+        variables, works_in = self._user_variables(), self.agent.folder
         if (place := active.place) is not None:
-            given, works_in = {**place.env, **given}, str(place.folder)
-        given |= command.attempt_environment(active, self.gateway, span, task, given)
+            variables, works_in = {**place.env, **variables}, str(place.folder)
+        variables |= command.attempt_environment(active, self.gateway, span, task, variables)
         task = b"" if self.agent.harness else task
-        spec = container.command(self.argv, given, folder=works_in, stdin=len(task))
+        spec = container.command(self.argv, variables, folder=works_in, stdin=len(task))
         stdin, held = written(task)
         try:
             status, stdout, stderr = await self._run_process(active, spec, folder, stdin)

@@ -74,30 +74,30 @@ def make_executor(
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
     path = agent if isinstance(agent, str) else config.agent.path
-    own = None if isinstance(agent, str) else agent
+    agent_object = None if isinstance(agent, str) else agent
     command = "" if agent else config.agent.harness or config.agent.command
     kind, paths, commands = settings.executor, settings.runs_paths, settings.runs_commands
     if kind == "auto":
         kind, paths, commands = COMMAND if command else "async", not command, bool(command)
     make = load_plugin("executors", kind, EXECUTORS, root, key=KEY)
     if path and command and (paths or commands):
-        other = "harness" if config.agent.harness else "command"
-        raise ConfigError(f"agent.path and agent.{other} are both set: leave one out")
+        setting = "harness" if config.agent.harness else "command"
+        raise ConfigError(f"agent.path and agent.{setting} are both set: leave one out")
     if commands and (agent or path):
         _refuse(config, "command")
     if paths:
         _refuse_network(config)
         if command:
             raise ConfigError(f"{KEY} = {kind!r} runs agent.path, not agent.command")
-        if own is None and not path:
+        if agent_object is None and not path:
             raise ConfigError("agent.path is missing: write it as file.py:name")
     if given is not None and not agent:
         return given
     if paths:
         if make is None:
-            loaded = load(path, root) if own is None else own
+            loaded = load(path, root) if agent_object is None else agent_object
             return InProcessExecutor(as_agent(loaded), threaded=kind == "threads")
-        if own is not None:
+        if agent_object is not None:
             _refuse(config, "path")
     return _plugin(make, config, root, gateway, runner, agent)
 

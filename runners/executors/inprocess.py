@@ -214,9 +214,9 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     if len(msgspec.json.encode(result)) > executors.MAX_RESULT_BYTES:
         message = executors.too_large("its result")
         result, failure = None, Failure(kind=ErrorKind.AGENT, message=message)
-    known: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}
+    fields: Any = {"rewards": [*log.rewards], "needs_no_call": log.needs_no_call}
     spans = tracing.records(log, attempt)
-    return ExecutionResult(result=result, failure=failure, spans=spans, **known)
+    return ExecutionResult(result=result, failure=failure, spans=spans, **fields)
 
 
 async def run_apart(agent: Agent, value: Json) -> tuple[Any, Failure | None]:

@@ -46,7 +46,7 @@ class Keeper:
     def __init__(self, cli: str, owner: str, scratch: str) -> None:
         """`scratch`: folder of the runner, removed at the end."""
         self._cli, self._scratch = cli, scratch
-        self._own = ("--filter", f"label={LABEL}={owner}")
+        self._filter = ("--filter", f"label={LABEL}={owner}")
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._ending = set[int]()  # calls that are never interrupted
         self._proxies: dict[str, asyncio.Server] = {}
@@ -107,10 +107,10 @@ class Keeper:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             program = [sys.executable, "-I", "-S", __file__, LISTEN, str(pid), str(port)]
-            done = await run([*program, str(theirs.fileno())], fds=(theirs.fileno(),))
+            reply = await run([*program, str(theirs.fileno())], fds=(theirs.fileno(),))
             theirs.close()
-            if done[0]:
-                return done
+            if reply[0]:
+                return reply
             _, (fd,), *_ = socket.recv_fds(ours, 1, 1)
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,21 +128,21 @@ class Keeper:
         while True:
             await self._remove.wait()
             self._remove.clear()
-            some = dict(self._removals)
-            for name in some:
+            queued = dict(self._removals)
+            for name in queued:
                 if (proxy := self._proxies.pop(name, None)) is not None:
                     proxy.close()  # a proxy keeps the network of a container that is gone
-            left: set[str] = set()
-            if await self._rm(*some):
-                unknown, listed, _ = await self._ask(
-                    "ps", "-a", *self._own, "--format", "{{.Names}}"
+            remaining: set[str] = set()
+            if await self._rm(*queued):
+                failed, listed, _ = await self._ask(
+                    "ps", "-a", *self._filter, "--format", "{{.Names}}"
                 )
-                left = set(some if unknown else listed.split())
-            for name, folder in some.items():
-                if name not in left:
+                remaining = set(queued if failed else listed.split())
+            for name, folder in queued.items():
+                if name not in remaining:
                     del self._removals[name]
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            if left & self._removals.keys():
+            if remaining & self._removals.keys():
                 await asyncio.sleep(1.0)
                 self._remove.set()
 
@@ -154,10 +154,10 @@ class Keeper:
         until, pause = asyncio.get_running_loop().time() + ENDING, 0.1
         while asyncio.get_running_loop().time() < until:
             ended = not self._calls and not self._rms
-            unknown, left, _ = await self._ask("ps", "-aq", *self._own)
-            if left.split():
-                await self._rm(*left.split())
-            elif ended and not unknown:
+            failed, remaining, _ = await self._ask("ps", "-aq", *self._filter)
+            if remaining.split():
+                await self._rm(*remaining.split())
+            elif ended and not failed:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
@@ -179,8 +179,8 @@ class Keeper:
             with contextlib.suppress(OSError):
                 if all(map(_is_dead, file.read_text().split())):
                     shutil.rmtree(file.parent, ignore_errors=True)
-        _, found, _ = await self._ask("ps", "-aq", "--filter", f"label={LABEL}")
-        if not (ids := found.split()):
+        _, listed_ids, _ = await self._ask("ps", "-aq", "--filter", f"label={LABEL}")
+        if not (ids := listed_ids.split()):
             return
         field = f'{{{{.Id}}}} {{{{index .Config.Labels "{LABEL}"}}}}'
         _, listed, _ = await self._ask("inspect", "--format", field, *ids)
@@ -220,8 +220,8 @@ async def run(
         how["stdout"] = asyncio.subprocess.PIPE
         if stdout:
             how["stdout"] = stack.enter_context(open(stdout, "wb"))  # noqa: ASYNC230, PTH123
-        given = None if env is None else {**os.environ, **env}
-        how |= {"stderr": asyncio.subprocess.PIPE, "env": given, "pass_fds": fds}
+        environment = None if env is None else {**os.environ, **env}
+        how |= {"stderr": asyncio.subprocess.PIPE, "env": environment, "pass_fds": fds}
         process = await asyncio.create_subprocess_exec(*argv, start_new_session=True, **how)
     if largest:
         with contextlib.suppress(ProcessLookupError):
@@ -273,10 +273,10 @@ def listen(pid: int, port: int, fd: int) -> None:
     """Listen in the network of process `pid`; send the socket through `fd`."""
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("user", NEWUSER), ("net", NEWNET)):
-        there = f"/proc/{pid}/ns/{kind}"
-        if os.stat(there).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino:  # noqa: PTH116
+        namespace = f"/proc/{pid}/ns/{kind}"
+        if os.stat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino:  # noqa: PTH116
             continue
-        if libc.setns(os.open(there, os.O_RDONLY), flag):
+        if libc.setns(os.open(namespace, os.O_RDONLY), flag):
             number = ctypes.get_errno()
             sys.exit(f"its {kind} namespace cannot be entered: {os.strerror(number)}")
     with socket.socket() as listener, socket.socket(fileno=fd) as control:
@@ -310,9 +310,9 @@ def note_owner(scratch: str | Path) -> None:
 def _is_dead(owner: str) -> bool:
     """Whether a process is known to be dead; False for processes of other machines."""
     _, _, pid = owner.rpartition("/")[0].rpartition("/")
-    there = owner.split("/")[:2] == owner_of(os.getpid()).split("/")[:2]
+    on_this_machine = owner.split("/")[:2] == owner_of(os.getpid()).split("/")[:2]
     started_then = not owner.endswith("/")
-    return there and pid.isdigit() and not (started_then and owner_of(int(pid)) == owner)
+    return on_this_machine and pid.isdigit() and not (started_then and owner_of(int(pid)) == owner)
 
 
 def main(cli: str, scratch: str, fd: int) -> None:

@@ -162,8 +162,8 @@ class KubernetesExecutor(SandboxExecutor):
         variables = matching(os.environ, self.agent.pass_env) | self.agent.env
         variables |= command.attempt_environment(active, self.gateway, span, task, variables)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
-        given = [{"name": key, "value": value} for key, value in variables.items()]
-        container["env"] = [*container.get("env", []), *given]
+        env_list = [{"name": key, "value": value} for key, value in variables.items()]
+        container["env"] = [*container.get("env", []), *env_list]
         container["terminationMessagePath"] = RESULT_FILE
         container["terminationMessagePolicy"] = "FallbackToLogsOnError"
         container |= {"image": self.config.image} if self.config.image else {}
@@ -179,8 +179,8 @@ class KubernetesExecutor(SandboxExecutor):
         while True:
             try:
                 async with kubernetes.watch.Watch() as watch:
-                    jobs, own = self._jobs.list_namespaced_job, f"{RUNNER}={self.label}"
-                    events = watch.stream(jobs, self.namespace, label_selector=own)
+                    jobs, selector = self._jobs.list_namespaced_job, f"{RUNNER}={self.label}"
+                    events = watch.stream(jobs, self.namespace, label_selector=selector)
                     async for event in events:
                         self._note_end(event["raw_object"], deleted=event["type"] == "DELETED")
             except Exception as error:  # noqa: BLE001 - without a watch no attempt would end
@@ -226,10 +226,10 @@ class KubernetesExecutor(SandboxExecutor):
         return FailedAttemptError(ErrorKind.LOST_RUNNER, message)
 
     async def _pod(self, job: str) -> dict[str, Any] | None:
-        found = await self._pods.list_namespaced_pod(
+        response = await self._pods.list_namespaced_pod(
             self.namespace, label_selector=f"job-name={job}"
         )
-        pods = self._client.sanitize_for_serialization(found)["items"]
+        pods = self._client.sanitize_for_serialization(response)["items"]
         return pods[0] if pods else None
 
     async def _log(self, pod: dict[str, Any]) -> str:
@@ -259,12 +259,12 @@ def _template(name: str, root: Path) -> dict[str, Any]:
     if not name:
         return {"apiVersion": "batch/v1", "kind": "Job"}
     try:
-        found = yaml.safe_load((root / name).read_text(encoding="utf-8"))
+        job = yaml.safe_load((root / name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"runner.kubernetes.template = {name!r}: {error}") from None
-    if not isinstance(found, dict) or found.get("kind") != "Job":
+    if not isinstance(job, dict) or job.get("kind") != "Job":
         raise ConfigError(f"runner.kubernetes.template = {name!r}: it must be a single Job")
-    return found
+    return job
 
 
 def _container(job: dict[str, Any]) -> dict[str, Any]:
@@ -273,14 +273,14 @@ def _container(job: dict[str, Any]) -> dict[str, Any]:
     containers = pod.setdefault("containers", [])
     if not containers:
         containers.append({"name": "agent"})
-    found: dict[str, Any] = containers[0]
-    return found
+    first: dict[str, Any] = containers[0]
+    return first
 
 
 def _state(pod: dict[str, Any] | None, state: str) -> dict[str, Any] | None:
     statuses = (pod or {}).get("status", {}).get("containerStatuses") or [{}]
-    found: dict[str, Any] | None = statuses[0].get("state", {}).get(state)
-    return found
+    details: dict[str, Any] | None = statuses[0].get("state", {}).get(state)
+    return details
 
 
 def _label(text: str) -> str:

@@ -110,18 +110,18 @@ class WarmProcess:
         """Resolve the future of each response, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = await read(self.channel.reader, RunResponse, MAX_RESPONSE_BYTES)
-                self.served, self.memory = self.served + 1, done.memory
-                if done.changed and not self.changed:
+                response = await read(self.channel.reader, RunResponse, MAX_RESPONSE_BYTES)
+                self.served, self.memory = self.served + 1, response.memory
+                if response.changed and not self.changed:
                     self.changed = True
                     log.warning(
                         "a rollout changed %s in its process of the pool, which gets no further"
                         " rollouts: let the agent leave these as they are",
-                        ", ".join(done.changed),
+                        ", ".join(response.changed),
                     )
                 self.channel.printed.reset()
-                if (future := self.requests.get(done.attempt)) and not future.done():
-                    future.set_result(done.ran)
+                if (future := self.requests.get(response.attempt)) and not future.done():
+                    future.set_result(response.ran)
 
     async def fail_pending(self) -> None:
         """End the process and fail its pending attempts."""

@@ -62,21 +62,21 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisors: set[int] = set()  # pidfds, which become readable at the end of a process
-    known = set(_children())  # children that the user's module started at import
-    poll, left = select.poll(), False
+    spared = set(_children())  # children that the user's module started at import
+    poll, orphans_remain = select.poll(), False
     poll.register(control, select.POLLIN)
     while True:
-        ready = {fd for fd, _ in poll.poll(LEFT_PAUSE if left else None)}
+        ready = {fd for fd, _ in poll.poll(LEFT_PAUSE if orphans_remain else None)}
         for ended in ready & supervisors:
             poll.unregister(ended)
             supervisors.remove(ended)
             os.close(ended)
         if control.fileno() not in ready:
-            left = _kill_left(known)
+            orphans_remain = _kill_left(spared)
             continue
         message, fds, *_ = socket.recv_fds(control, 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         if not message:
-            _kill_left(known)
+            _kill_left(spared)
             return
         if (pid := os.fork()) == 0:
             control.close()
@@ -91,23 +91,23 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
         try:
             supervisor = os.pidfd_open(pid)
         except ProcessLookupError:  # it has ended already
-            left = True
+            orphans_remain = True
         else:
             supervisors.add(supervisor)
             poll.register(supervisor, select.POLLIN)
 
 
-def _kill_left(known: set[int]) -> bool:
-    """Kill children in other sessions than this process, except `known` ones: these are payloads
-    and their descendants, because payloads begin a session and supervisors do not. Return whether
-    there were any, because their children may follow."""
-    own, found = os.getsid(0), False
-    for child in set(_children()) - known:
+def _kill_left(spared: set[int]) -> bool:
+    """Kill children in other sessions than this process, except those to be `spared`: they are
+    payloads and their descendants, because payloads begin a session and supervisors do not. Return
+    whether there were any, because their children may follow."""
+    session, killed = os.getsid(0), False
+    for child in set(_children()) - spared:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(child) != own:
+            if os.getsid(child) != session:
                 os.kill(child, signal.SIGKILL)
-                found = True
-    return found
+                killed = True
+    return killed
 
 
 def _supervise(line_fd: int, fds: list[int], serve: Serve | None) -> None:
@@ -167,7 +167,7 @@ def _kill_descendants(payload: int) -> int:
 
 
 def _children() -> list[int]:
-    me, found = str(os.getpid()), []
+    me, children = str(os.getpid()), []
     for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of entries, and only names
         if entry.isdigit():
             try:
@@ -175,8 +175,8 @@ def _children() -> list[int]:
             except OSError:  # the process has ended
                 continue
             if stat.rpartition(")")[2].split()[1] == me:
-                found.append(int(entry))
-    return found
+                children.append(int(entry))
+    return children
 
 
 def _clean_up(spec: ProcessSpec) -> None:

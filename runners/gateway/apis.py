@@ -93,8 +93,8 @@ def listed() -> list[str]:
     """Return the supported methods and paths."""
     apis = TRANSLATED.items()
     methods = ((path, [*(["POST"] if api.answer else []), *api.others]) for path, api in apis)
-    found = [f"POST {path}" for path in OWN]
-    return found + [f"{method} {path}" for path, called in methods for method in called]
+    own = [f"POST {path}" for path in OWN]
+    return own + [f"{method} {path}" for path, api_methods in methods for method in api_methods]
 
 
 def client_api(request: web.Request) -> ModelApi | None:

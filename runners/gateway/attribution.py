@@ -1,6 +1,6 @@
-"""Attributes requests to attempts. The first of these that names an attempt decides: the attempt's
+"""Attributes requests to attempts, by the first of these that names an attempt: the attempt's
 secret key, sent as API key; the path `/a/{attempt}/v1`; the trace id of a W3C `traceparent` header;
-the attempt's id, sent as API key. With the secret key, path and trace must not name another
+the attempt's id, sent as API key. If the secret key is sent, path and trace must not name another
 attempt. An attempt's id is not secret.
 
 Owns: the attempts that this process runs, and the gateway's state of each.
@@ -158,8 +158,8 @@ class ActiveAttempt:
     def count_idle_call(self, call: CountedCall, messages: Sequence[Mapping[str, object]]) -> None:
         """Count a request that ends with an answer of the policy, or repeats the previous
         request."""
-        own = bool(messages) and messages[-1].get("role") == "assistant"
-        adds_nothing = own or call.body_hash == self.last_body
+        ends_with_answer = bool(messages) and messages[-1].get("role") == "assistant"
+        adds_nothing = ends_with_answer or call.body_hash == self.last_body
         self.idle_calls, self.last_body = self.idle_calls + 1 if adds_nothing else 0, call.body_hash
 
     def seed_of(self, question: bytes) -> int:
@@ -168,12 +168,12 @@ class ActiveAttempt:
         digest = blake2b(question, digest_size=16).digest()
         self.questions[digest] += 1
         seed, times = self.attempt.rollout.sampling.seed, self.questions[digest]
-        what = (seed, self.attempt.fence, digest.hex(), times)
-        return int.from_bytes(blake2b(repr(what).encode(), digest_size=6).digest())
+        identity = (seed, self.attempt.fence, digest.hex(), times)
+        return int.from_bytes(blake2b(repr(identity).encode(), digest_size=6).digest())
 
     def time_is_up(self, what: str, failure: str = "") -> RefusedError:
-        """Build the error for a call without an answer from `what` before the deadline. `failure`:
-        the call's own so far."""
+        """Build the error for a call that got no answer from `what` before the deadline. `failure`:
+        the call's last own failure."""
         self.timed_out = True
         message = f"attempt {self.id} ran out of time before {what} had answered"
         return RefusedError(504, "attempt_timeout", f"{message}; {failure}" if failure else message)
@@ -206,8 +206,8 @@ class ActiveAttempt:
     def take_undelivered(self, call: CountedCall, role: str) -> Sequence[Transition]:
         """Return the rows of the oldest undelivered response to an equal call; empty if there is
         none."""
-        kept = self.undelivered.get((call.body_hash, role))
-        return kept.popleft() if kept else ()
+        responses = self.undelivered.get((call.body_hash, role))
+        return responses.popleft() if responses else ()
 
     def extend(self, seconds: float) -> None:
         """Set the time limit of a new stage; `math.inf` while the attempt waits for a stage."""
@@ -409,9 +409,9 @@ def answering_errors(answer: Callable[[web.Request, BaseException], web.Response
 
 
 def _baggage(header: str) -> dict[str, str]:
-    found = {}
+    values = {}
     for item in header.split(","):
         name, _, value = item.partition(";")[0].partition("=")
         if value:
-            found[name.strip()] = unquote_plus(value.strip())
-    return found
+            values[name.strip()] = unquote_plus(value.strip())
+    return values

@@ -169,8 +169,8 @@ def _tool(tool: Object, prompt: PromptText) -> Object | None:
 
 
 def _function(tool: Object) -> Object:
-    found = tool.get("function")
-    return found if isinstance(found, dict) else {}
+    function = tool.get("function")
+    return function if isinstance(function, dict) else {}
 
 
 def _replaced(text: str, prompt: PromptText) -> str | None:
@@ -227,17 +227,17 @@ class Recording:
 
     def take(self, call: ModelRequest, role: str) -> list[Transition]:
         """Return the recorded calls that answer a request, one for each choice; an empty list if
-        the policy must answer the request. Concurrent calls may arrive in any order."""
+        the policy must answer it. Concurrent calls may arrive in any order."""
         if not self.left:
             return []
         n = choices_of(call)
-        asked = question_of(call, role)
-        found = [row for row in self.left if _recorded_question(row) == asked][:n]
-        if found and len(found) == n:
-            self.left = [row for row in self.left if row not in found]
-            return found
-        known = any(_recorded_question(row) == asked for row in (*self.left, *self.later))
-        if not known and not self.without:
+        requested = question_of(call, role)
+        matching = [row for row in self.left if _recorded_question(row) == requested][:n]
+        if matching and len(matching) == n:
+            self.left = [row for row in self.left if row not in matching]
+            return matching
+        is_recorded = any(_recorded_question(row) == requested for row in (*self.left, *self.later))
+        if not is_recorded and not self.without:
             self.left = []
         return []
 
@@ -250,9 +250,9 @@ async def recording(store: Store, branch: Branch) -> Recording:
 
 def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
     """Build the recording of a branch from a rollout's calls, up to the first truncated one."""
-    whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
-    left = [row for row in whole if row.role not in branch.without]
-    return Recording(left, [*calls[len(whole) :]], branch.without)
+    complete = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
+    left = [row for row in complete if row.role not in branch.without]
+    return Recording(left, [*calls[len(complete) :]], branch.without)
 
 
 def _recorded_question(row: Transition) -> bytes:

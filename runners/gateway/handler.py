@@ -2,7 +2,8 @@
 
 - received: read, parsed, counted, changed by features (`attribution.receive`)
 - sent: encoded for the server of a route; one for each try (`CallHandler._prepare`)
-- answered: the server's response, whole, or cut where the agent left (`_whole`, `_stream`)
+- answered: the server's response, complete or cut where the agent disconnected (`_whole`,
+`_stream`)
 - stored: the rows of the response (`_make_rows`), durable (`_store_rows`)
 
 Each stage calls the next, because the last three are repeated by retries:
@@ -20,10 +21,9 @@ sent, and a response grows while it is streamed.
 Invariant: an answer that is recorded is stored before its last byte is sent. Once a byte of the
 model's output has been sent to the agent (SSE comments do not count), the call is not retried; if
 the response breaks off after that, the agent's connection is closed, because any other end would
-look complete.
-If the agent disconnects, what it has been sent is stored as a call with finish "cut", as the agent
-acted on it; if that is nothing, a response that may be stored is kept for a retry
-(`_keep_undelivered`).
+look complete. If the agent disconnects, the part that it was sent is stored as a call with finish
+"cut", because the agent has acted on it; if it was sent nothing, a response that may be stored is
+kept for a retry (`_keep_undelivered`).
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ class CallHandler:
                 request = call.request
                 new: Any = {"messages": request.messages, "tools": request.tools}
                 new |= {"images": request.images, "started": time.time(), "seconds": 0.0}
-                own = [
+                renumbered = [
                     replace(row, **self._count_row(), **new, repeats=row.repeats or row.id)
                     for row in rows
                 ]
-                return await self._answer_recorded(call, rows, own)
+                return await self._answer_recorded(call, rows, renumbered)
         ask = partial(self._ask, call)
         return await self._upstream.retry(call.caller, call.request.model, call.counted, ask)
 
@@ -195,7 +195,7 @@ class CallHandler:
             error.final = error.final or self._agent.shown
             raise
         if gives_ids is None and not sent.capture:
-            self._upstream.note_token_ids(route, given=False)
+            self._upstream.note_token_ids(route, returned=False)
         return answer
 
     async def _prepare(
@@ -328,7 +328,7 @@ class CallHandler:
         if sent.rows:
             return list(sent.rows)
         if any(choice.has_token_ids for choice in choices):
-            upstream.note_token_ids(sent.route, given=True)
+            upstream.note_token_ids(sent.route, returned=True)
         common = _common_fields(answered)
         rows = [choice.transition(**self._count_row(), **common) for choice in choices]
         if not sent.route.frozen:
@@ -341,15 +341,15 @@ class CallHandler:
     def _count_row(self) -> dict[str, Any]:
         """Count another transition of the attempt, and return its identifying fields."""
         index, self._active.stored = self._active.stored, self._active.stored + 1
-        own = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
-        return own | {"span": self._call.caller.span}
+        fields = {"id": f"{self._active.id}-{index}", "attempt": self._active.id, "index": index}
+        return fields | {"span": self._call.caller.span}
 
     async def _store_rows(self, rows: Sequence[Transition]) -> None:
         """Store the rows of a response and wait until they are durable."""
         if not rows:
             return
         try:
-            kept = await self._active.image_policy.add(self._store, self._call, rows)
+            accepted = await self._active.image_policy.add(self._store, self._call, rows)
         except StoreError as error:
             if self._active.continues_unrecorded():
                 self._upstream.warn_once("calls are answered but not recorded: %s", error)
@@ -357,7 +357,7 @@ class CallHandler:
             self._call.fail(message := f"the call was not stored: {error}")
             unknown = not isinstance(error, STORE_REFUSALS)
             raise NotStoredError(message, final=True, unknown=unknown) from error
-        if not all(kept) and not self._active.continues_unrecorded():
+        if not all(accepted) and not self._active.continues_unrecorded():
             self._active.lost = True
             over = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", over)

@@ -90,7 +90,7 @@ class StoredImagePolicy(ImagePolicy):
         if count > MAX_IMAGES:
             unseen = f"{count} images, more than {MAX_IMAGES}"
             return replace(call, request=replace(request, unseen=unseen))
-        found, unseen = list[Image](), ""
+        images, unseen = list[Image](), ""
         messages = list(request.messages)
         for number, index, part in _images(request.messages):
             try:
@@ -99,9 +99,9 @@ class StoredImagePolicy(ImagePolicy):
                 where = f"messages[{number}].content[{index}]"
                 unseen = unseen or f"an image in {where} that it cannot see: {error}"
                 continue
-            found.append(image)
+            images.append(image)
             messages[number] = _with_part(messages[number], index, _named(part, image.digest))
-        digests, files = tuple(image.digest for image in found), {i.digest: i for i in found}
+        digests, files = tuple(image.digest for image in images), {i.digest: i for i in images}
         new: dict[str, Any] = {"messages": messages, "images": digests, "files": files}
         return replace(call, request=replace(request, **new, unseen=unseen))
 
@@ -109,14 +109,14 @@ class StoredImagePolicy(ImagePolicy):
         request = call.request
         if policy.partition("@")[0] not in self._seeing:  # a snapshot is named policy@steps
             return super().rejection_reason(call, policy)
-        found = media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
-        if found:
+        content = media_field(request.fields) or not_text(request.messages, frozenset({KIND}))
+        if content:
             return (
-                f"the policy {policy!r} is trained on text and images, and this call has {found},"
+                f"the policy {policy!r} is trained on text and images, and this call has {content},"
                 f" which training would not see: leave it out, or {other_model(call.role)}"
             )
-        given = (name for name in PIXELS if not is_empty(request.fields.get(name)))
-        if request.images and (name := next(given, "")):
+        pixel_options = (name for name in PIXELS if not is_empty(request.fields.get(name)))
+        if request.images and (name := next(pixel_options, "")):
             return (
                 f"this call has {name}, and training shows the policy {policy!r} the images as its"
                 " model's own processor makes them: leave it out"
@@ -162,14 +162,14 @@ class StoredImagePolicy(ImagePolicy):
         old = Put(-math.inf, None)
         new = [files[d] for d in files if now - self._put.get(d, old).at >= PUT_AGAIN]
         run = call.active.attempt.rollout.run
-        for some in _batches(new):
-            task = asyncio.create_task(self._store.put_images(run, some))
-            self._put |= dict.fromkeys((image.digest for image in some), Put(now, task))
-            task.add_done_callback(partial(self._ended, [image.digest for image in some]))
+        for batch in _batches(new):
+            task = asyncio.create_task(self._store.put_images(run, batch))
+            self._put |= dict.fromkeys((image.digest for image in batch), Put(now, task))
+            task.add_done_callback(partial(self._ended, [image.digest for image in batch]))
         while len(self._put) > MAX_REMEMBERED:
             self._put.popitem(last=False)
-        found = (self._put[digest].task for digest in files if digest in self._put)
-        return list({task for task in found if task is not None})
+        pending = (self._put[digest].task for digest in files if digest in self._put)
+        return list({task for task in pending if task is not None})
 
     def _ended(self, digests: Sequence[str], task: asyncio.Task[None]) -> None:
         failed = task.cancelled() or task.exception() is not None
@@ -203,19 +203,19 @@ def _with_part(message: Mapping[str, Json], index: int, part: Json) -> dict[str,
 
 def _named(part: Mapping[str, Json], digest: str) -> dict[str, Json]:
     """Return a part with a digest for its image."""
-    given = part[KIND]
-    about = given if isinstance(given, dict) else {}
+    content = part[KIND]
+    about = content if isinstance(content, dict) else {}
     return {**part, "type": KIND, KIND: {**about, "url": SCHEME + digest}}
 
 
 def _batches(images: Sequence[Image]) -> Iterator[list[Image]]:
     """Split images so that each request to a store has a bounded size."""
-    some, size = list[Image](), 0
+    batch, size = list[Image](), 0
     for image in images:
-        if some and size + len(image.body) > MAX_PUT_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(image)
+        if batch and size + len(image.body) > MAX_PUT_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(image)
         size += len(image.body)
-    if some:
-        yield some
+    if batch:
+        yield batch

@@ -46,11 +46,11 @@ async def prompt_size(
     body = _rendered(chat) | {"model": route.model or chat.get("model", "")}
     server = route._replace(base_url=route.base_url.removesuffix("/v1"))
     async with upstream.post(server, "tokenize", msgspec.json.encode(body), headers) as reply:
-        found = await read(reply)
+        content = await read(reply)
         if reply.status in (400, 422):
-            raise RefusedPromptError(reply.status, found)
+            raise RefusedPromptError(reply.status, content)
         try:
-            return _size.decode(found)
+            return _size.decode(content)
         except msgspec.DecodeError:
             why = f"{server.base_url}/tokenize does not tell how long a prompt is"
             raise LookupError(why) from None
@@ -91,14 +91,14 @@ def _rendered(chat: Fields) -> Fields:
         extra["documents"] = documents
     if extra:
         thinking = {} if effort is None else {"enable_thinking": effort != "none"}
-        given = value(chat, "chat_template_kwargs") or {}
-        body["chat_template_kwargs"] = {**thinking, **given, **extra}
+        arguments = value(chat, "chat_template_kwargs") or {}
+        body["chat_template_kwargs"] = {**thinking, **arguments, **extra}
     return body
 
 
 def _with_reasoning(message: Json) -> Json:
     """Return a message with its reasoning under both names, because servers differ in the name that
     they read."""
-    found = message if isinstance(message, dict) else {}
-    thought = next((found[name] for name in REASONING if found.get(name) is not None), None)
+    fields = message if isinstance(message, dict) else {}
+    thought = next((fields[name] for name in REASONING if fields.get(name) is not None), None)
     return message if thought is None else message | dict.fromkeys(REASONING, thought)

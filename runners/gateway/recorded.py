@@ -20,9 +20,9 @@ RECORD = Route(policy="record", version=None, base_url="the record of a rollout"
 def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     """Return a fixed text as recorded calls without tokens, one for each requested choice. The
     stored call is built from the response, not from these rows."""
-    said = {"role": "assistant", "content": text}
+    message = {"role": "assistant", "content": text}
     nothing: Any = {"prompt": int32(), "completion": int32(), "logprobs": float32()}
-    row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=said)
+    row = Transition(str(call.index), "", 0, **nothing, exact=False, answer=message)
     return [row] * choices_of(call)
 
 
@@ -74,7 +74,7 @@ def question(role: str, messages: list[dict[str, Json]], tools: Json, prompt: Js
 
 
 def _without_ids(message: dict[str, Json]) -> dict[str, Json]:
-    plain = {name: said for name, said in message.items() if name != "tool_call_id"}
+    plain = {name: content for name, content in message.items() if name != "tool_call_id"}
     if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [
             {k: v for k, v in call.items() if k != "id"} if isinstance(call, dict) else call
@@ -88,9 +88,9 @@ def _completion(rows: Sequence[Transition], call: ModelRequest) -> dict[str, Jso
     choices = []
     for index, choice in enumerate(rows):
         answer = choice.answer or {}
-        said = {"text": answer.get("content") or ""} if text else {"message": answer}
+        output = {"text": answer.get("content") or ""} if text else {"message": answer}
         head = {"index": index, "finish_reason": choice.finish}
-        choices.append(head | _tokens(choice, text) | said)
+        choices.append(head | _tokens(choice, text) | output)
     prompt, completion = len(row.prompt), sum(len(choice.completion) for choice in rows)
     usage = {"prompt_tokens": prompt, "completion_tokens": completion}
     return {
@@ -112,7 +112,7 @@ def _tokens(row: Transition, text: bool) -> dict[str, Json]:
     names = [f"token_id:{token}" for token in row.completion]
     logprobs: dict[str, Json] = {"tokens": names, "token_logprobs": row.logprobs.tolist()}
     if not text:
-        rest: dict[str, Json] = {"bytes": None, "top_logprobs": []}
+        unknown: dict[str, Json] = {"bytes": None, "top_logprobs": []}
         pairs = zip(names, row.logprobs, strict=True)
-        logprobs = {"content": [{"token": name, "logprob": x, **rest} for name, x in pairs]}
+        logprobs = {"content": [{"token": name, "logprob": x, **unknown} for name, x in pairs]}
     return {"token_ids": row.completion.tolist(), "logprobs": logprobs}

@@ -99,10 +99,10 @@ def _meant_status(body: Body) -> int | None:
     error = body.get("error")
     if not error and body.get("object") != "error" and body.get("type") != "error":
         return None
-    found = [part.get(name) for part in (error, body) if isinstance(part, dict) for name in LABELS]
-    labels = ["".join(filter(str.isalnum, str(label).lower())) for label in found]
+    values = [word.get(name) for word in (error, body) if isinstance(word, dict) for name in LABELS]
+    labels = ["".join(filter(str.isalnum, str(label).lower())) for label in values]
     codes = (int(label) for label in labels if label.isdecimal() and 400 <= int(label) < 600)
-    words = (MEANINGS[part] for label in labels for part in MEANINGS if part in label)
+    words = (MEANINGS[word] for label in labels for word in MEANINGS if word in label)
     return next(codes, None) or next(words, UNNAMED)
 
 

@@ -8,9 +8,9 @@ logits processors: with them, a server's log-probs are not the policy's, or not 
 sampling distribution, depending on the server (vLLM: `--logprobs-mode`). Such a call is recorded
 with `Transition.processors`, and the learner scores its tokens itself (`algorithms/README.md`).
 
-A text model is trained. Instead of an image it would see placeholder tokens, and two prompts with
-other images but the same placeholders would be equal, so such a call is rejected unless it goes to
-a model that is not trained. A feature may give an attempt an `ImagePolicy` that accepts more.
+The trained model reads text only. Instead of an image it would see placeholder tokens, and prompts
+that differ only in their images would be equal, so such a call is rejected unless it goes to a
+model that is not trained. A feature may give an attempt an `ImagePolicy` that accepts more.
 
 Invariant: an unknown field may be a logits processor of some server, so it counts as one; a field
 in `PLAIN` determines the prompt, the format of the response or the end of sampling.
@@ -185,9 +185,9 @@ def read_request(
     )
 
 
-def _dicts(found: Json) -> list[dict[str, Json]]:
+def _dicts(value: Json) -> list[dict[str, Json]]:
     """Return the objects of a list, for storing; the policy server rejects anything else."""
-    items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
     return list(storable(items))
 
 
@@ -219,17 +219,17 @@ def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
     )
 
 
-def _number(given: Json, kind: type, default: Any) -> Any:
-    if isinstance(given, bool) or not isinstance(given, int | kind):
+def _number(value: Json, kind: type, default: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | kind):
         return default
-    wide = isinstance(given, int) and given.bit_length() > 63
-    return default if wide else kind(given)
+    wide = isinstance(value, int) and value.bit_length() > 63
+    return default if wide else kind(value)
 
 
 def value(fields: Fields, name: str) -> Json:
     """Return the decoded value of a field; None if it is missing."""
-    found = fields.get(name)
-    return _decoded(found) if isinstance(found, msgspec.Raw) else found
+    field = fields.get(name)
+    return _decoded(field) if isinstance(field, msgspec.Raw) else field
 
 
 def _decoded(raw: msgspec.Raw) -> Json:
@@ -247,36 +247,36 @@ def _number_or_text(written: str) -> Json:
         return written
 
 
-def storable(found: Json) -> Json:
+def storable(value: Json) -> Json:
     """Return JSON with integers of more than 64 bits, which the store refuses, as text."""
     try:
-        msgspec.msgpack.encode(found)
+        msgspec.msgpack.encode(value)
     except OverflowError:
-        return _with_texts(found)
-    return found
+        return _with_texts(value)
+    return value
 
 
-def _with_texts(found: Json) -> Json:
-    if isinstance(found, dict):
-        return {name: _with_texts(item) for name, item in found.items()}
-    if isinstance(found, list):
-        return [_with_texts(item) for item in found]
-    wide = isinstance(found, int) and not -(2**63) <= found < 2**64
-    return str(found) if wide else found
+def _with_texts(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {name: _with_texts(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(item) for item in value]
+    wide = isinstance(value, int) and not -(2**63) <= value < 2**64
+    return str(value) if wide else value
 
 
 def processors(fields: Mapping[str, Json], tools: Sequence[Mapping[str, Json]]) -> dict[str, str]:
     """Return the processors of a chat completion or completion, as the JSON that was sent."""
-    found = {}
+    options = {}
     for name in fields.keys() - PLAIN:
         sent = fields[name]
         text = bytes(sent) if isinstance(sent, msgspec.Raw) else msgspec.json.encode(sent)
         if not _is_neutral(name, text):
-            found[name] = text[: 4 * MAX_VALUE_CHARS].decode(errors="replace")[:MAX_VALUE_CHARS]
+            options[name] = text[: 4 * MAX_VALUE_CHARS].decode(errors="replace")[:MAX_VALUE_CHARS]
     functions = (tool.get("function") for tool in tools)
-    if any(isinstance(one, dict) and one.get("strict") is True for one in functions):
-        found["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments
-    return dict(sorted(found.items()))
+    if any(isinstance(function, dict) and function.get("strict") is True for function in functions):
+        options["tools.strict"] = "true"  # vLLM 0.24 and later: a grammar for the arguments
+    return dict(sorted(options.items()))
 
 
 def _is_neutral(name: str, text: bytes) -> bool:
@@ -321,11 +321,11 @@ def warn_of_name(upstream: Upstream, route: Route, caller: CallOrigin, model: st
     )
 
 
-def warn_of_processors(upstream: Upstream, route: Route, found: Collection[str]) -> None:
+def warn_of_processors(upstream: Upstream, route: Route, options: Collection[str]) -> None:
     """Warn that calls are not sampled from the policy's own distribution."""
-    if found:
+    if options:
         upstream.warn_once(
-            f"policy {route.policy}: calls with {', '.join(found)} are not sampled from the"
+            f"policy {route.policy}: calls with {', '.join(options)} are not sampled from the"
             " policy's own distribution; the learner scores their tokens itself, as if they were"
             " (calls/processed)"
         )
@@ -341,12 +341,12 @@ def warn_of_sampling(upstream: Upstream, route: Route, used: Sampling, defaults:
     """Warn that the agent's sampling is not the run file's."""
     names = ("temperature", "top_p", "top_k", "max_tokens")
     wanted = ((name, getattr(defaults, name)) for name in names)
-    other = [name for name, value in wanted if value not in (None, getattr(used, name))]
-    if other:
+    overruled = [name for name, value in wanted if value not in (None, getattr(used, name))]
+    if overruled:
         upstream.warn_once(
             "policy %s: the agent overrules the run file's sampling with %s; "
             "sampling.override_agent = true would keep the run file's temperature, top_p and top_k",
-            *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in other)),
+            *(route.policy, ", ".join(f"{name} = {getattr(used, name)}" for name in overruled)),
         )
 
 
@@ -385,8 +385,8 @@ def text_rejection_reason(
     fields: Mapping[str, Json], messages: Sequence[Mapping[str, Json]], policy: str, role: str
 ) -> str:
     """Explain why `policy` cannot be trained on a prompt; empty if it is text."""
-    found = media_field(fields) or not_text(messages)
-    return not_trained(found, policy, role) if found else ""
+    not_text_part = media_field(fields) or not_text(messages)
+    return not_trained(not_text_part, policy, role) if not_text_part else ""
 
 
 def not_trained(found: str, policy: str, role: str) -> str:
@@ -405,13 +405,13 @@ def media_field(fields: Mapping[str, Json]) -> str:
     return next((name for name in MEDIA if not is_empty(fields.get(name))), "")
 
 
-def not_text(messages: Sequence[Mapping[str, Json]], seen: frozenset[str] = frozenset()) -> str:
+def not_text(messages: Sequence[Mapping[str, Json]], accepted: frozenset[str] = frozenset()) -> str:
     """Describe the first part of chat messages that is not text, such as an image; empty if all
-    are. `seen`: types of parts that count as text."""
+    are. `accepted`: types of parts that count as text."""
     for number, message in enumerate(messages):
         for index, part in enumerate(parts_of(message)):
             kind = "text" if isinstance(part, str) else kind_of(part)
-            if kind not in TEXTS and kind not in seen:
+            if kind not in TEXTS and kind not in accepted:
                 return f"{kind or 'a part without a type'} in messages[{number}].content[{index}]"
         if name := next((name for name in ("audio", *MEDIA) if message.get(name)), ""):
             return f"{name} in messages[{number}]"
@@ -429,6 +429,6 @@ def is_empty(sent: Json) -> bool:
 
 def kind_of(part: Json) -> str:
     """Return the type of a part; like vLLM, infer a missing type from the other fields."""
-    found = part if isinstance(part, dict) else {}
-    untyped = sorted(found.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
-    return str(found.get("type") or next(iter(untyped), ""))
+    fields = part if isinstance(part, dict) else {}
+    untyped = sorted(fields.keys() - {"type", "uuid"}, key=lambda name: name in TEXTS)
+    return str(fields.get("type") or next(iter(untyped), ""))

@@ -110,7 +110,7 @@ class SampledChoice:
 
     @property
     def has_content(self) -> bool:
-        return any(said for name, said in self.message.items() if name != "role")
+        return any(content for name, content in self.message.items() if name != "role")
 
     def add_tokens(self, data: Fields, prompt: array[int]) -> None:
         """Add the token ids and log-probs of a part. `prompt`: of the whole response so far."""
@@ -136,17 +136,17 @@ class SampledChoice:
         if "text" in data:  # completions
             message["role"] = "assistant"
             message["content"] = message.get("content", "") + (value(data, "text") or "")
-        said = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
-        for key, more in said.items():
+        update = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
+        for key, delta in update.items():
             if key == "tool_calls" and "delta" in data:
                 self.calls = self.calls or ToolCalls()
-                for part in more or ():
+                for part in delta or ():
                     self.calls.add(part)
                 message[key] = self.calls.all
             elif key != "role" and isinstance(so_far := message.get(key), str | dict):
-                message[key] = _joined(so_far, more)
-            elif more is not None or key not in message:
-                message[key] = more
+                message[key] = _joined(so_far, delta)
+            elif delta is not None or key not in message:
+                message[key] = delta
 
     def transition(self, version: int | None = None, **common: Any) -> Transition:
         """Convert to the stored record, marked inexact without exact token ids. `version`: sampled
@@ -184,7 +184,9 @@ class ModelResponse:
     @property
     def begun(self) -> bool:
         """Whether there is anything that the agent can read."""
-        return any(one.tokens or one.has_content or one.finish for one in self.choices.values())
+        return any(
+            choice.tokens or choice.has_content or choice.finish for choice in self.choices.values()
+        )
 
     def add(self, part: ResponseChunk, *, begun: bool = False) -> bool:
         """Add one part; return whether it ends a choice or follows its end: such a part must not
@@ -235,8 +237,10 @@ def parsing(route: Route, raw: bytes, what: str = "is not a completion") -> Iter
     try:
         yield
     except MALFORMED as error:
-        said = raw[:200].decode(errors="replace")
-        raise malformed(route, f"what {what} ({type(error).__name__}: {error}): {said}") from None
+        excerpt = raw[:200].decode(errors="replace")
+        raise malformed(
+            route, f"what {what} ({type(error).__name__}: {error}): {excerpt}"
+        ) from None
 
 
 async def read(answer: aiohttp.ClientResponse) -> bytes:
@@ -264,10 +268,10 @@ def read_event(event: bytes) -> tuple[bytes, bytes]:
     such as the bare JSON of an error, is data."""
     lines = event.split(b"\n")
     data = [line[5:] for line in lines if line.startswith(b"data:")]
-    other = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
-    if not data and not all(line.startswith(EVENT_FIELDS) for line in other):
+    other_lines = [line + b"\n" for line in lines if line and not line.startswith(b"data:")]
+    if not data and not all(line.startswith(EVENT_FIELDS) for line in other_lines):
         return b"", event.strip()
-    return b"".join(other), b"\n".join(data).strip()
+    return b"".join(other_lines), b"\n".join(data).strip()
 
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -280,22 +284,22 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     order mark before the first.
 
     Raises UpstreamError for an event that is too large."""
-    rest, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
+    buffer, pending = b"", b""  # pending: a "\r" that may belong to a "\r\n"
     mark = BOM_UTF8
     async for chunk in chunks:
         if pending or b"\r" in chunk:
             chunk = pending + chunk
             pending = b"\r" if chunk.endswith(b"\r") else b""
             chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
-        rest += chunk
-        *whole, rest = rest.split(b"\n\n")
-        if len(rest) > MAX_ANSWER_BYTES:
+        buffer += chunk
+        *complete, buffer = buffer.split(b"\n\n")
+        if len(buffer) > MAX_ANSWER_BYTES:
             raise _too_large("a policy server sent an event", MAX_ANSWER_BYTES)
-        for event in whole:
+        for event in complete:
             yield event.removeprefix(mark) + b"\n\n"
             mark = b""
-    if rest.strip():
-        yield rest.removeprefix(mark) + pending
+    if buffer.strip():
+        yield buffer.removeprefix(mark) + pending
 
 
 class AnsweredCall(Struct, frozen=True):
@@ -379,8 +383,8 @@ class Delivery:
                 await self.send(opening + shown, headers)
                 opening = b""
         if not response.complete:
-            said = last[:MAX_REFUSAL_LENGTH].decode(errors="replace")
-            raise malformed(route, f"half a stream, and last {said}")
+            excerpt = last[:MAX_REFUSAL_LENGTH].decode(errors="replace")
+            raise malformed(route, f"half a stream, and last {excerpt}")
         if translation is not None:
             held.append(translation.end())
         return opening + b"".join(held)

@@ -101,10 +101,10 @@ class Endpoints:
         active = caller.active
 
         async def add(spans: list[Span]) -> tuple[int, str]:
-            own = [span for span in spans if span.attempt == active.id and active.recorded]
-            if own:
-                await self._store.add_spans(own)
-            foreign = len(spans) - len(own)
+            accepted = [span for span in spans if span.attempt == active.id and active.recorded]
+            if accepted:
+                await self._store.add_spans(accepted)
+            foreign = len(spans) - len(accepted)
             return foreign, FOREIGN if foreign else ""
 
         sent = await read_body(request, spans=True)
@@ -241,10 +241,10 @@ class Gateway:
                 f" ({error.strerror or error}); choose another port, or 0 for any free one"
             ) from error
         self.port = port
-        here = "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
-        here = "[::1]" if here == "::" else f"[{here}]" if ":" in here else here
+        host = "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
+        host = "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
         scheme = "https" if self._access.certfile else "http"
-        self.base_url = f"{scheme}://{here}:{port}/v1"
+        self.base_url = f"{scheme}://{host}:{port}/v1"
 
     def close(self) -> None:
         """Reject new calls, abort calls in flight, end the thread."""
@@ -272,8 +272,8 @@ class Gateway:
         """Let the verifier of `attempt` call frozen endpoints, such as a judge, in the trace whose
         id is yielded. The verifier cannot call policies, and its calls are not recorded, because
         the policy must not be trained on a verifier's samples."""
-        own = secrets.token_hex(16)  # a new id, which late calls of the agent do not know
-        attempt = replace(attempt, id=own, prompts=[])
+        trace = secrets.token_hex(16)  # a new id, which late calls of the agent do not know
+        attempt = replace(attempt, id=trace, prompts=[])
         active = self.attempts.register(attempt, scoring=True)
         try:
             yield active.id

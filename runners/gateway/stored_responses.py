@@ -111,9 +111,9 @@ async def count_tokens(
     chat["messages"], _ = memory.recall(chat["messages"], joined=True)
 
     async def once(route: Route) -> web.StreamResponse:
-        asked = chat | {"messages": await upstream.adapt(route, chat["messages"])}
+        adapted = chat | {"messages": await upstream.adapt(route, chat["messages"])}
         try:
-            size = await prompt_size(upstream, route, asked, request.headers)
+            size = await prompt_size(upstream, route, adapted, request.headers)
         except RefusedPromptError as error:
             words = translate_error(dialect, error.status, error.words)
             return web.Response(status=error.status, body=words, content_type="application/json")
@@ -157,23 +157,23 @@ class CompactionTranslation(responses.ResponsesTranslation):
                 why = "is not possible for a compaction; leave it out"
                 raise UntranslatableError(name, why)
         # Request for an answer.
-        asked = {name: value for name, value in body.items() if name != "text"}
-        super().__init__(asked | {"store": False}, memory)
+        request = {name: value for name, value in body.items() if name != "text"}
+        super().__init__(request | {"store": False}, memory)
         if not self.history:
             why = "there is nothing to compact; send input or previous_response_id"
             raise UntranslatableError("input", why, code="missing_parameter")
         self.ignored += ["text"] if body.get("text") else []
         self.chat["messages"] = [*self.chat["messages"], {"role": "user", "content": SUMMARIZE}]
-        self._given = memory
+        self._conversation_memory = memory
 
     def whole(self, completion: Body, prompt_tokens: int) -> bytes:
         super().whole(completion, prompt_tokens)
-        said = [item for item in self._items if item["type"] == "message"]
-        parts = (part for item in said for part in item["content"])
+        messages = [item for item in self._items if item["type"] == "message"]
+        parts = (part for item in messages for part in item["content"])
         text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
         sealed = common.seal(responses.SUMMARY + text)
-        found = (complete(item, self._given) for item in self.history)
-        output = [item for item in found if item.get("role") in KEPT]
+        history = (complete(item, self._conversation_memory) for item in self.history)
+        output = [item for item in history if item.get("role") in KEPT]
         head = {"id": responses.new_id("cmp"), "type": "compaction"}
         answer: Body = {"id": self.answer["id"], "object": "response.compaction"}
         answer |= {name: self.answer[name] for name in ("created_at", "usage")}
@@ -217,11 +217,11 @@ async def forget(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
     answer, _ = _response(caller, request)
-    kept, id = caller.active.memory.kept, answer["id"]
+    stored, id = caller.active.memory.kept, answer["id"]
     for item in answer["output"]:
-        kept["items"].pop(item["id"], None)
-    kept["responses"].pop(id)
-    kept["answers"].pop(id, None)
+        stored["items"].pop(item["id"], None)
+    stored["responses"].pop(id)
+    stored["answers"].pop(id, None)
     return web.json_response({"id": id, "object": "response", "deleted": True})
 
 
@@ -247,12 +247,12 @@ async def input_items(
 
 def _response(caller: CallOrigin, request: web.Request) -> tuple[Body, list[Body]]:
     id = request.match_info["id"]
-    found = caller.active.memory.kept["responses"].get(id)
-    if found is None:
+    stored = caller.active.memory.kept["responses"].get(id)
+    if stored is None:
         why = f"{id!r:.80} is not a stored response of this attempt: one is stored when it is"
         why = f"{why} complete, unless store is false, until it is deleted or the attempt ends"
         raise UntranslatableError("response_id", why, status=404, code="response_not_found")
-    return cast(tuple[Body, list[Body]], found)
+    return cast(tuple[Body, list[Body]], stored)
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Conversation:
         """Reject a request if `more` bytes would exceed the limit of the attempt's
         conversations."""
         all = self.memory.kept["conversations"].values()
-        if sum(one.size for one in all) + more > MAX_BYTES:
+        if sum(conversation.size for conversation in all) + more > MAX_BYTES:
             why = f"the conversations of this attempt hold at most {MAX_BYTES} bytes; delete one"
             raise RefusedError(413, "conversations_full", f"{why}, or some of its items")
 
@@ -298,10 +298,10 @@ async def create(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
     body = await _body(request, "items", "metadata")
-    made = Conversation(caller.active.memory, metadata=_metadata(body))
-    _add(made, body)
-    caller.active.memory.kept["conversations"][made.id] = made
-    return web.json_response(made.about)
+    conversation = Conversation(caller.active.memory, metadata=_metadata(body))
+    _add(conversation, body)
+    caller.active.memory.kept["conversations"][conversation.id] = conversation
+    return web.json_response(conversation.about)
 
 
 async def describe(
@@ -313,25 +313,25 @@ async def describe(
 async def update(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    found = _conversation(caller, request)
-    found.metadata = _metadata(await _body(request, "metadata"))
-    return web.json_response(found.about)
+    conversation = _conversation(caller, request)
+    conversation.metadata = _metadata(await _body(request, "metadata"))
+    return web.json_response(conversation.about)
 
 
 async def delete(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    found = _conversation(caller, request)
-    caller.active.memory.kept["conversations"].pop(found.id)
-    gone = {"id": found.id, "object": "conversation.deleted", "deleted": True}
+    conversation = _conversation(caller, request)
+    caller.active.memory.kept["conversations"].pop(conversation.id)
+    gone = {"id": conversation.id, "object": "conversation.deleted", "deleted": True}
     return web.json_response(gone)
 
 
 async def add_items(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    found = _conversation(caller, request)
-    return _list(_add(found, await _body(request, "items")), more=False)
+    conversation = _conversation(caller, request)
+    return _list(_add(conversation, await _body(request, "items")), more=False)
 
 
 async def list_items(
@@ -350,27 +350,27 @@ async def read_item(
 async def remove_item(
     endpoints: Endpoints, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    found = _conversation(caller, request)
-    found.remove(_item(found, request))
-    return web.json_response(found.about)
+    conversation = _conversation(caller, request)
+    conversation.remove(_item(conversation, request))
+    return web.json_response(conversation.about)
 
 
 def _conversation(caller: CallOrigin, request: web.Request) -> Conversation:
     id = request.match_info["id"]
-    found: Conversation | None = caller.active.memory.kept["conversations"].get(id)
-    if found is None:
+    conversation: Conversation | None = caller.active.memory.kept["conversations"].get(id)
+    if conversation is None:
         why = f"{id!r:.80} is no conversation of this attempt; make one with POST /v1/conversations"
         raise UntranslatableError("conversation_id", why, status=404, code="conversation_not_found")
-    return found
+    return conversation
 
 
 def _item(conversation: Conversation, request: web.Request) -> Body:
     id = request.match_info["item"]
-    found = next((item for item in conversation.items if item["id"] == id), None)
-    if found is None:
+    item = next((item for item in conversation.items if item["id"] == id), None)
+    if item is None:
         why = f"{id!r:.80} is no item of conversation {conversation.id}"
         raise UntranslatableError("item_id", why, status=404, code="item_not_found")
-    return found
+    return item
 
 
 def _add(conversation: Conversation, body: Body) -> list[Body]:
@@ -383,10 +383,10 @@ def _add(conversation: Conversation, body: Body) -> list[Body]:
 
 
 def _metadata(body: Body) -> Body:
-    found = body.get("metadata")
-    if found is not None and not isinstance(found, dict):
+    metadata = body.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
         raise UntranslatableError("metadata", "is not an object", code="invalid_type")
-    return found or {}
+    return metadata or {}
 
 
 # -- items and pages -------------------------------------------------------------------------------
@@ -397,40 +397,40 @@ def complete(item: Body, memory: ConversationMemory, number: str = "") -> Body:
     is replaced by its item. `number`: used in place of a random id."""
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "item_reference":
-        known: Mapping[str, Body] = memory.kept["items"]
-        return known.get(str(item.get("id")), item)
+        stored_items: Mapping[str, Body] = memory.kept["items"]
+        return stored_items.get(str(item.get("id")), item)
     prefix = PREFIXES.get(kind, "item")
     id = item.get("id") or (f"{prefix}_{number}" if number else responses.new_id(prefix))
-    found = item | {"id": id, "type": kind}
+    completed = item | {"id": id, "type": kind}
     if kind != "message":
-        return found
-    found["status"] = item.get("status") or "completed"
+        return completed
+    completed["status"] = item.get("status") or "completed"
     if isinstance(text := item.get("content"), str):
-        own = item.get("role") == "assistant"
-        part: Body = {"type": "output_text" if own else "input_text", "text": text}
-        found["content"] = [part | ({"annotations": []} if own else {})]
-    return found
+        is_answer = item.get("role") == "assistant"
+        part: Body = {"type": "output_text" if is_answer else "input_text", "text": text}
+        completed["content"] = [part | ({"annotations": []} if is_answer else {})]
+    return completed
 
 
 def _size(item: Body) -> int:
     return len(msgspec.json.encode(item))
 
 
-async def _body(request: web.Request, *known: str) -> Body:
+async def _body(request: web.Request, *fields: str) -> Body:
     """Return the body of a request, which may have none; refuse unknown fields."""
     body = msgspec.json.decode(await read_body(request) or b"{}", type=dict[str, Any])
-    if unknown := sorted(body.keys() - set(known)):
+    if unknown := sorted(body.keys() - set(fields)):
         raise common.impossible("request", ", ".join(unknown))
     return body
 
 
-def _refuse_unknown(request: web.Request, *known: str) -> None:
+def _refuse_unknown(request: web.Request, *parameters: str) -> None:
     """Reject unknown query parameters, and unsupported values of `include`."""
-    for given, value in request.query.items():
-        name = given.removesuffix("[]")
+    for key, value in request.query.items():
+        name = key.removesuffix("[]")
         if name == "include" and value not in (*responses.INCLUDED, responses.LOGPROBS):
             raise UntranslatableError(name, f"{value!r:.80} does not exist behind this gateway")
-        if name not in ("include", *known):
+        if name not in ("include", *parameters):
             raise common.impossible("query", name)
 
 
@@ -442,17 +442,17 @@ def _page(request: web.Request, items: list[Body]) -> web.Response:
         raise UntranslatableError("limit", f"{limit!r:.80} is not a number from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise UntranslatableError("order", f"{order!r:.80} is neither asc nor desc")
-    found = items if order == "asc" else items[::-1]
+    ordered = items if order == "asc" else items[::-1]
     if after := request.query.get("after"):
-        at = next((i for i, item in enumerate(found) if item.get("id") == after), None)
+        at = next((i for i, item in enumerate(ordered) if item.get("id") == after), None)
         if at is None:
             raise UntranslatableError("after", f"{after!r:.80} is not an item of this list")
-        found = found[at + 1 :]
-    return _list(found[: int(limit)], more=len(found) > int(limit))
+        ordered = ordered[at + 1 :]
+    return _list(ordered[: int(limit)], more=len(ordered) > int(limit))
 
 
 def _list(items: list[Body], *, more: bool) -> web.Response:
     ends: Body = {"first_id": items[0].get("id") if items else ""}
     ends |= {"last_id": items[-1].get("id") if items else "", "has_more": more}
-    found: Json = {"object": "list", "data": items} | ends
-    return web.json_response(body=msgspec.json.encode(found))
+    page: Json = {"object": "list", "data": items} | ends
+    return web.json_response(body=msgspec.json.encode(page))

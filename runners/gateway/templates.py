@@ -58,7 +58,7 @@ class RoleRules(Feature):
 def role_of_request(
     rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
 ) -> str | None:
-    """Return the role of the first matching rule, or None; `raw`: the body that the agent sent."""
+    """Return the role of the first matching rule, or None. `raw`: the body that the agent sent."""
     # 80 kB, and few rules need it.
     body = cache(partial(msgspec.json.decode, raw, type=dict[str, Any]))
     return next((rule.role for rule in rules if _holds(rule, request, headers, body)), None)
@@ -73,14 +73,14 @@ def _holds(
     form = value(request.fields, "response_format")
     leading = next((m for m in request.messages if m.get("role") in INSTRUCTION_ROLES), {})
     last = request.messages[-1] if request.messages else {}
-    said = _texts(last)[-1] if last.get("role") == "user" else ""
+    prompt = _texts(last)[-1] if last.get("role") == "user" else ""
     return (
         all(k in headers and fnmatchcase(headers[k], v) for k, v in rule.header.items())
         and rule.tools in (None, bool(request.tools))
         and rule.schema in (None, isinstance(form, dict) and form.get("type") == "json_schema")
         and fnmatchcase(request.model, rule.model or "*")
         and fnmatchcase(_texts(leading)[0], f"{rule.system}*")
-        and fnmatchcase(said, f"{rule.prompt}*")
+        and fnmatchcase(prompt, f"{rule.prompt}*")
         and all(_field_matches(body(), key, pattern) for key, pattern in rule.field.items())
     )
 
@@ -88,8 +88,8 @@ def _holds(
 def _texts(message: Mapping[str, Json]) -> list[str]:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
-    found = (part.get("text") for part in parts if isinstance(part, dict))
-    return [text for text in found if isinstance(text, str)] or [""]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in texts if isinstance(text, str)] or [""]
 
 
 def _field_matches(body: Json, key: str, pattern: str) -> bool:
@@ -143,10 +143,10 @@ class PromptRule:
         start = next(
             (i for i, role in enumerate(roles) if role not in INSTRUCTION_ROLES), len(roles)
         )
-        made = messages[:start]
+        adapted = messages[:start]
         if self.leading and roles[:start] not in ([], [self.leading]):
-            parts = [_text(message, index) for index, message in enumerate(made)]
-            made = [_by(self.leading, "\n\n".join(filter(None, parts)))]
+            parts = [_text(message, index) for index, message in enumerate(adapted)]
+            adapted = [_by(self.leading, "\n\n".join(filter(None, parts)))]
         for index, message in enumerate(messages):
             if (what := _what(message, index < start)) in self.lost and _text(message, index):
                 raise UntranslatableError(
@@ -157,10 +157,10 @@ class PromptRule:
             if index >= start and self.later and what == LATER:
                 message = message | {"role": self.later}
             if index >= start and self.split and what == NEXT_TO_CALL:
-                made.append({k: v for k, v in message.items() if k != "tool_calls"})
+                adapted.append({k: v for k, v in message.items() if k != "tool_calls"})
                 message = message | {"content": None}
-            made += [message] if index >= start else []
-        return made
+            adapted += [message] if index >= start else []
+        return adapted
 
     def describe(self) -> str:
         changes = [f"{LEADING} become one {self.leading} message"] if self.leading else []
@@ -171,8 +171,8 @@ class PromptRule:
 
 
 class ChatTemplates(Feature):
-    """The feature: messages are adapted to the chat template of the policy that they go to, by a
-    rule that the first call to each server finds."""
+    """The feature that adapts messages to the chat template of the policy that answers them. The
+    first call to each server determines the rule."""
 
     def __init__(self) -> None:
         self._rules: dict[str, asyncio.Task[PromptRule]] = {}  # base URL -> rules
@@ -211,13 +211,13 @@ async def find_rule(count: Count, policy: str) -> PromptRule:
 
     async def shows(probe: Callable[[str], Messages], rule: PromptRule) -> bool:
         rule = dataclasses.replace(rule, lost=frozenset())
-        long, short = [await count(rule.apply(probe(said))) for said in (" ".join(WORDS), "1")]
+        long, short = [await count(rule.apply(probe(text))) for text in (" ".join(WORDS), "1")]
         return long is not None and short is not None and long - short >= len(WORDS) // 2
 
     async def first(what: str, *rules: PromptRule) -> PromptRule:
-        for each in rules:
-            if all([await shows(probe, each) for probe in PROBES[what]]):
-                return each
+        for rule in rules:
+            if all([await shows(probe, rule) for probe in PROBES[what]]):
+                return rule
         return dataclasses.replace(rules[0], lost=rules[0].lost | {what})
 
     rule = PromptRule()
@@ -247,12 +247,12 @@ def _what(message: Body, leading: bool) -> str:
     return NEXT_TO_CALL if message.get("tool_calls") and message.get("content") else ""
 
 
-def _by(role: str, said: str) -> Body:
-    return {"role": role, "content": said}
+def _by(role: str, text: str) -> Body:
+    return {"role": role, "content": text}
 
 
-def _result(said: str) -> Body:
-    return {"role": "tool", "tool_call_id": "call_1", "content": said}
+def _result(text: str) -> Body:
+    return {"role": "tool", "tool_call_id": "call_1", "content": text}
 
 
 def _text(message: Body, index: int) -> str:

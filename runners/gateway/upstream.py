@@ -109,7 +109,9 @@ class Router:
         Raises ConfigError if the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
-        self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
+        self.frozen = {
+            name: _frozen(name, settings) for name, settings in (upstreams or {}).items()
+        }
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
@@ -251,10 +253,10 @@ class Upstream:
         since = self._refused_at.get(route.base_url)
         return None if since is None or time.monotonic() - since > RECHECK_AFTER else False
 
-    def note_token_ids(self, route: Route, *, given: bool) -> None:
+    def note_token_ids(self, route: Route, *, returned: bool) -> None:
         """Record whether a server returned token ids. Token ids are always requested from a server
         that has returned some, and from every policy server, because training needs them."""
-        if given:
+        if returned:
             self._give_token_ids.add(route.base_url)
         elif route.frozen:
             self._refused_at[route.base_url] = time.monotonic()

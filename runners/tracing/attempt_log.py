@@ -81,8 +81,8 @@ def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
 
 def framework_names(log: AttemptLog, call: HttpCall) -> list[str]:
     """Return the names of nodes and agents around a call, of each framework innermost first."""
-    found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(log, call)]
-    return list(dict.fromkeys(filter(None, found)))
+    names = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(log, call)]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def _of(module: str, name: str) -> Any:
@@ -205,8 +205,8 @@ class AttemptLog:
         """Begin a framework's step inside the step `parent`, by default inside the current span. A
         step that another tracer has `recorded` does not become a span here."""
         around = _current_span_id()
-        known = parent if parent is not None and parent in self.steps else around
-        self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
+        outer = parent if parent is not None and parent in self.steps else around
+        self.steps[step] = FrameworkStep(name, kind, outer, around, time.time_ns(), recorded)
         self.running.add(step)
 
     def leave(self, step: str, ok: bool = True, attributes: dict[str, Json] | None = None) -> None:
@@ -258,16 +258,16 @@ class AttemptLog:
         with a call to a model; the calls before it belong to a tool, or reach the gateway through a
         proxy. The latest call is that of the caller's context, else of the innermost enclosing span
         with one; calls of parallel branches that began later are ignored."""
-        found, calls, last = list[HttpCall](), self.calls, _latest.get()
+        latest_calls, calls, last = list[HttpCall](), self.calls, _latest.get()
         while call := self._latest_of(calls, last):
             calls, last = calls[: calls.index(call)], call.before
             while call.around is not None and call.around.ended:
                 call = call.around  # sent by the HTTP client of this call, such as its transport
-            if call not in found:
-                found.append(call)
+            if call not in latest_calls:
+                latest_calls.append(call)
             if call.asks_model:
                 break
-        return found
+        return latest_calls
 
     def _latest_of(self, calls: list[HttpCall], last: HttpCall | None) -> HttpCall | None:
         for span in self.inside():
@@ -298,8 +298,8 @@ def being_sent() -> HttpCall | None:
 
 def current() -> AttemptLog | None:
     """Return the log of the caller's attempt, None outside of attempts."""
-    found = context.get_value(KEY)
-    return found if isinstance(found, AttemptLog) else None
+    log = context.get_value(KEY)
+    return log if isinstance(log, AttemptLog) else None
 
 
 def enter_agent() -> None:
@@ -341,8 +341,8 @@ def of_span(span: ReadableSpan) -> AttemptLog | None:
 def framework_config() -> Any:
     """Return the LangChain or LangGraph config of the running step, if any."""
     module = sys.modules.get("langchain_core.runnables.config")
-    known = getattr(module, "var_child_runnable_config", None)
-    return None if known is None else known.get()
+    variable = getattr(module, "var_child_runnable_config", None)
+    return None if variable is None else variable.get()
 
 
 def framework_step() -> str | None:

@@ -119,10 +119,10 @@ class Tracing(SpanProcessor):
 def records(log: AttemptLog, attempt: str) -> list[Span]:
     """Convert finished spans to records. The attempt's root replaces a parent that was not
     recorded, because it had not ended or was not sampled."""
-    known: set[str | None] = {None, *(span.id for span in log.spans)}
-    known |= {_hex(span.context.span_id) for span in log.finished if span.context}
+    recorded: set[str | None] = {None, *(span.id for span in log.spans)}
+    recorded |= {_hex(span.context.span_id) for span in log.finished if span.context}
     spans = [*log.spans, *(_record(span, attempt, log.root) for span in log.finished)]
-    return [s if s.parent in known else replace(s, parent=log.root) for s in spans]
+    return [s if s.parent in recorded else replace(s, parent=log.root) for s in spans]
 
 
 def _record(span: ReadableSpan, attempt: str, root: str) -> Span:

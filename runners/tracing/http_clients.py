@@ -62,13 +62,15 @@ def _async(send: Send) -> Send:
 
 def _aiohttp(request: Send) -> Send:
     @wraps(request)
-    async def traced(self: Any, method: str, url: Any, *, headers: Any = None, **rest: Any) -> Any:
+    async def traced(
+        self: Any, method: str, url: Any, *, headers: Any = None, **options: Any
+    ) -> Any:
         if attempt_log.current() is not None:
             from multidict import CIMultiDict
 
             headers = CIMultiDict(headers or ())
         with _call(method, url, headers) as attributes:
-            response = await request(self, method, url, headers=headers, **rest)
+            response = await request(self, method, url, headers=headers, **options)
             attributes[STATUS] = response.status
             return response
 

@@ -46,10 +46,10 @@ class Shared:
     lends: bool = False  # whether an item was put back by its taker, as into a pool
 
 
-Asked = Mapping[Shared, bool]
+TakenFrom = Mapping[Shared, bool]
 # The queues from which this task or thread has tried to take an item, and whether it got one. A
 # queue is removed when the task or thread puts an item into it.
-_asked: ContextVar[Asked] = ContextVar("asked", default=MappingProxyType({}))
+_taken_from: ContextVar[TakenFrom] = ContextVar("asked", default=MappingProxyType({}))
 _putter: ContextVar[Place | None] = ContextVar(
     "putter", default=None
 )  # where the last item was put
@@ -142,19 +142,19 @@ def _sock_accept(accept: Callable[..., Any]) -> Callable[..., Any]:
 def _put(put: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(put)
     def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked, log = _asked.get(), attempt_log.current()
-        if asked or log is not None:
-            _note(_shared(self), asked, log, args[0] if args else kwargs.get("item"))
+        queues, log = _taken_from.get(), attempt_log.current()
+        if queues or log is not None:
+            _note(_shared(self), queues, log, args[0] if args else kwargs.get("item"))
         return put(self, *args, **kwargs)
 
     return sent
 
 
-def _note(shared: Shared, asked: Asked, log: AttemptLog | None, item: Any) -> None:
+def _note(shared: Shared, queues: TakenFrom, log: AttemptLog | None, item: Any) -> None:
     """Record that an item is put into a queue; it may be one that was taken out of it before."""
-    if back := shared in asked:
+    if back := shared in queues:
         shared.lends = True
-        _asked.set({queue: taken for queue, taken in asked.items() if queue is not shared})
+        _taken_from.set({queue: taken for queue, taken in queues.items() if queue is not shared})
     if log is None:
         return
     _putter.set(attempt_log.place())
@@ -171,7 +171,7 @@ def _get(get: Callable[..., Any]) -> Callable[..., Any]:
             item = get(self, *args, **kwargs)
         except (queue.Empty, asyncio.QueueEmpty):  # it may now make an item, and put that "back"
             if attempt_log.current() is not None:
-                _asked.set({_shared(self): False, **_asked.get()})
+                _taken_from.set({_shared(self): False, **_taken_from.get()})
             raise
         _leave_if_foreign(self, item)
         return item
@@ -200,11 +200,11 @@ def _leave_if_foreign(end: Any, item: Any) -> None:
     sender = shared.waiting.pop(id(item), None) if shared is not None else None
     if log is None:
         return
-    asked = _asked.get()
-    if asked.get(shared):
+    queues = _taken_from.get()
+    if queues.get(shared):
         foreign = not shared.senders <= {log.attempt}
     else:
-        _asked.set({**asked, shared: True})
+        _taken_from.set({**queues, shared: True})
         foreign = sender not in (None, log.attempt) and not shared.lends
         foreign = foreign and _putter.get() != attempt_log.place()
     if foreign:
@@ -212,9 +212,9 @@ def _leave_if_foreign(end: Any, item: Any) -> None:
 
 
 def _shared(end: Any) -> Shared:
-    known: dict[str, Any] = vars(_queue_of(end))
-    found: Shared | None = known.get(SHARED)
-    return known.setdefault(SHARED, Shared()) if found is None else found
+    attributes: dict[str, Any] = vars(_queue_of(end))
+    shared: Shared | None = attributes.get(SHARED)
+    return attributes.setdefault(SHARED, Shared()) if shared is None else shared
 
 
 def _queue_of(end: Any) -> Any:

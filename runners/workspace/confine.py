@@ -62,9 +62,9 @@ def main(spec: Confinement, argv: list[str]) -> int:
 
 def _isolate(spec: Confinement, argv: list[str], parent: socket.socket) -> int:
     uid, gid = os.getuid(), os.getgid()
-    own = 0 if spec["user"] else NEWUSER
-    _check(_libc.unshare(own | NEWNET | NEWIPC | NEWPID | NEWNS))
-    if own:
+    user_namespace = 0 if spec["user"] else NEWUSER
+    _check(_libc.unshare(user_namespace | NEWNET | NEWIPC | NEWPID | NEWNS))
+    if user_namespace:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -127,8 +127,8 @@ def _be_init(spec: Confinement, argv: list[str]) -> int:
 
 def _become(spec: Confinement, argv: list[str]) -> NoReturn:
     # bwrap needs SETFCAP to map root into its user namespace, and drops it itself.
-    kept = set() if spec["mounts"] else {CAP_SETFCAP}
-    for capability in {*range(CAPABILITIES)} - kept:
+    kept_capabilities = set() if spec["mounts"] else {CAP_SETFCAP}
+    for capability in {*range(CAPABILITIES)} - kept_capabilities:
         _libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
     if spec["user"]:
         os.setgroups([])

@@ -126,7 +126,7 @@ class Workspaces:
     def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
         """`gateway`: its base URL, the only address that a confined agent can connect to."""
         self.config = settings = config.workspace
-        self._kept = Path(config.output or root, "workspaces")
+        self._kept_folder = Path(config.output or root, "workspaces")
         self._everybody = Path(tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
@@ -208,10 +208,10 @@ class Workspaces:
     async def _remove(self, workspace: Workspace, failed: bool, name: str) -> None:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
-            kept = self._kept / name.replace("/", "_")
+            target = self._kept_folder / name.replace("/", "_")
             try:
-                await processes.call(_move, workspace.folder, kept)
-                log.info("kept the workspace of %s in %s", name, kept)
+                await processes.call(_move, workspace.folder, target)
+                log.info("kept the workspace of %s in %s", name, target)
             except OSError as error:
                 log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
@@ -236,13 +236,13 @@ class Workspaces:
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
             folder=str(workspace.path),
         )
-        name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
+        name, variables = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
         if isinstance(self._runner, ContainerRunnerConfig):
             from agentrl.runners.executors.container_engine import (
                 enclosure,  # the client of containers
             )
 
-            inside = enclosure(self._runner, name, str(workspace.folder), own)
+            inside = enclosure(self._runner, name, str(workspace.folder), variables)
             spec["argv"], spec["env"] = [*inside.prefix, *argv], passed_environment(inside.pass_env)
             spec["after"] = inside.after
         elif self._runner.memory_mb:
@@ -302,10 +302,10 @@ async def _undo(copying: asyncio.Future[None], folder: Path) -> None:
     await processes.call(cleaner.remove, folder)
 
 
-def _move(folder: Path, kept: Path) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    cleaner.remove(kept)
-    shutil.move(folder, kept)
+def _move(folder: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    cleaner.remove(target)
+    shutil.move(folder, target)
 
 
 def _answers(config: RunConfig, root: Path) -> list[Path]:
@@ -372,12 +372,12 @@ def _interpreter() -> list[str]:
 
 def _nobody() -> tuple[int, int]:
     try:
-        found = pwd.getpwnam(USER)
+        entry = pwd.getpwnam(USER)
     except KeyError:
         raise ConfigError(f"workspace.sandbox = 'user': there is no user {USER!r} here") from None
     if os.getuid():
         raise ConfigError("workspace.sandbox = 'user' needs a runner of root; use 'unshare'")
-    return found.pw_uid, found.pw_gid
+    return entry.pw_uid, entry.pw_gid
 
 
 MAX_DIFFED_FILE_BYTES = 2**20  # bytes of a file for which `diff` shows lines
@@ -394,9 +394,9 @@ def changes(old: Path, new: Path) -> list[str]:
 
 def diff(old: Path, new: Path) -> str:
     """Return the changes as a unified diff; binary and large files only by name."""
-    parts, found = [], (files_of(old), files_of(new))  # excludes names that pass through links
+    parts, both_trees = [], (files_of(old), files_of(new))  # excludes names that pass through links
     for name in changes(old, new):
-        before, after = (_lines(files.get(name)) for files in found)
+        before, after = (_lines(files.get(name)) for files in both_trees)
         if before is None or after is None:
             parts.append(f"Binary or large files a/{name} and b/{name} differ\n")
             continue
@@ -420,15 +420,15 @@ def pack(old: Path, new: Path) -> bytes:
     Raises WorkspaceError if they cannot be read or are too large."""
     try:
         changed, after = changes(old, new), files_of(new)
-        left = {name: after[name] for name in changed if name in after}
-        if (size := sum(file.lstat().st_size for file in left.values())) > MAX_PACK_BYTES:
+        existing = {name: after[name] for name in changed if name in after}
+        if (size := sum(file.lstat().st_size for file in existing.values())) > MAX_PACK_BYTES:
             raise WorkspaceError(f"its changed files have {size} bytes, over {MAX_PACK_BYTES}")
         buffer, names = io.BytesIO(), "\0".join(changed).encode(errors="surrogateescape")
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
             head = tarfile.TarInfo("changed")
             head.size = len(names)
             archive.addfile(head, io.BytesIO(names))
-            for name, file in left.items():
+            for name, file in existing.items():
                 archive.add(file, name, recursive=False)
         return buffer.getvalue()
     except OSError as error:
@@ -454,10 +454,10 @@ def unpack(copy: Path, packed: bytes) -> None:
 def _delete(copy: Path, changed: list[str]) -> None:
     """Delete changed files, existing ones first, so that no name passes through a link of the
     agent."""
-    known = files_of(copy)
+    existing = files_of(copy)
     for name in changed:
-        if name in known:
-            known[name].unlink()
+        if name in existing:
+            existing[name].unlink()
     for name in changed:
         if (folder := copy / name).is_dir():  # a file has taken its place
             cleaner.remove(folder)
@@ -465,23 +465,23 @@ def _delete(copy: Path, changed: list[str]) -> None:
 
 def files_of(folder: Path) -> dict[str, Path]:
     """Map names to paths of the files and links below a folder."""
-    found = {}
+    files = {}
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
         folders[:] = [name for name in folders if name not in NOT_COMPARED]
         for name in (*names, *links):
             path = Path(parent, name)
             if path.is_symlink() or path.is_file():  # no pipes, which would block a reader
-                found[str(path.relative_to(folder))] = path
-    return found
+                files[str(path.relative_to(folder))] = path
+    return files
 
 
-def _same(one: Path, other: Path) -> bool:
-    if one.is_symlink() or other.is_symlink():
-        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
-    if one.stat().st_mode != other.stat().st_mode:
+def _same(a: Path, b: Path) -> bool:
+    if a.is_symlink() or b.is_symlink():
+        return a.is_symlink() and b.is_symlink() and a.readlink() == b.readlink()
+    if a.stat().st_mode != b.stat().st_mode:
         return False
-    return filecmp.cmp(one, other, shallow=False)
+    return filecmp.cmp(a, b, shallow=False)
 
 
 def _lines(file: Path | None) -> list[str] | None:

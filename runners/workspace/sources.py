@@ -88,8 +88,10 @@ class Templates:
         """Return the template of "git:PATH@REV", a folder, or a mapping of names to texts, until
         `release`. Raises WorkspaceError."""
         key = msgspec.json.encode(source, order="deterministic")
-        known = self._building.get(key)
-        if known is None or (known.done() and known.exception()):  # the source may exist by now
+        earlier = self._building.get(key)
+        if earlier is None or (
+            earlier.done() and earlier.exception()
+        ):  # the source may exist by now
             folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
             work = partial(_build, source, folder, self._root, self._owner)
             self._building[key] = asyncio.create_task(_template(work, folder))
@@ -155,20 +157,24 @@ def _check_out(source: str, folder: Path, root: Path) -> None:
     if not path.is_dir():
         raise WorkspaceError(f"{source}: there is no repository {path}")
     # A new repository reads the objects, because the settings of the given one may name programs.
-    own = folder.with_suffix(".git")
+    git_folder = folder.with_suffix(".git")
     try:
         tree = _git(["rev-parse", "--verify", f"{revision if at else 'HEAD'}^{{tree}}"], path)
         kind = _git(["rev-parse", "--show-object-format"], path)
         objects = _git(["rev-parse", "--path-format=absolute", "--git-path", "objects"], path)
-        own.mkdir()
-        _git(["init", "--quiet", "--bare", "--template=", f"--object-format={kind}"], own)
-        env = {"GIT_DIR": str(own), "GIT_OBJECT_DIRECTORY": objects}
-        _git(["read-tree", tree], own, env)
-        _git(["checkout-index", "--all", f"--prefix={folder}/"], own, env | {"GIT_WORK_TREE": "."})
+        git_folder.mkdir()
+        _git(["init", "--quiet", "--bare", "--template=", f"--object-format={kind}"], git_folder)
+        env = {"GIT_DIR": str(git_folder), "GIT_OBJECT_DIRECTORY": objects}
+        _git(["read-tree", tree], git_folder, env)
+        _git(
+            ["checkout-index", "--all", f"--prefix={folder}/"],
+            git_folder,
+            env | {"GIT_WORK_TREE": "."},
+        )
     except WorkspaceError as error:
         raise WorkspaceError(f"{source} cannot be checked out: {error}") from None
     finally:
-        cleaner.remove(own)
+        cleaner.remove(git_folder)
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -235,7 +241,7 @@ def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = Non
     safe += ["-c", "core.fsmonitor=false"]
     safe += ["-c", "core.bigFileThreshold=1", "-c", "core.fsync=none"]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", *safe, "-C", str(folder), *arguments],
             env={"PATH": os.environ.get("PATH", ""), **GIT, **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -249,7 +255,7 @@ def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = Non
         raise WorkspaceError("git is not installed on this machine") from None
     except subprocess.TimeoutExpired:
         raise WorkspaceError(f"git {arguments[0]} ran longer than {GIT_TIMEOUT:g} s") from None
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+    if completed.returncode:
+        last = completed.stderr.strip().rpartition("\n")[2] or f"exit status {completed.returncode}"
         raise WorkspaceError(f"git {arguments[0]}: {last}")
-    return done.stdout.removesuffix("\n")
+    return completed.stdout.removesuffix("\n")

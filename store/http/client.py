@@ -8,7 +8,7 @@ it raises Unavailable. Several event loops and threads may use one object.
 A pool owns the idle connections of its event loop; a request is one write, its response mostly one
 read. Invariant: a connection has one request at a time; it is not reused after a cancelled request
 or a connection error. llhttp reads the responses, as at the server. (aiohttp would take more time
-per call than the server: with it eight processes wrote half as many calls.)
+per call than the server: with it, eight processes wrote half as many calls.)
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class HttpStore:
 
     async def close(self) -> None:
         self._closed = True
-        here = asyncio.get_running_loop()
+        running_loop = asyncio.get_running_loop()
         with self._lock:
             pools, self._pools = self._pools, {}
         for loop, (_, pool) in pools.items():
-            if loop is here:
+            if loop is running_loop:
                 await pool.aclose()
             elif loop.is_running():
                 closing = asyncio.run_coroutine_threadsafe(_close(pool), loop)
@@ -149,8 +149,8 @@ class HttpStore:
 
         def body() -> bytes:
             """Encode the call with the remaining timeout."""
-            left = max(0.0, end - time.monotonic())
-            return _encoded(verb, replace(arguments, timeout=left)) if timeout else first
+            remaining = max(0.0, end - time.monotonic())
+            return _encoded(verb, replace(arguments, timeout=remaining)) if timeout else first
 
         key = uuid.uuid4().hex if verb.once else ""
         return self._read(verb.results[MSGPACK], await self._request(verb.name, body, key))
@@ -187,8 +187,8 @@ class HttpStore:
 
     def _head(self, name: str, headers: dict[str, str]) -> bytes:
         usual = headers is self._headers
-        if usual and (known := self._heads.get(name)):
-            return known
+        if usual and (cached := self._heads.get(name)):
+            return cached
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
         head = f"POST {self._path}/v1/{name} HTTP/1.1\r\nhost: {self._host}\r\n{lines}".encode()
         if usual:
@@ -213,18 +213,18 @@ class HttpStore:
 
     async def _pool(self) -> Connections:
         loop = asyncio.get_running_loop()
-        found = self._pools.get(loop)
-        if found is None:
+        entry = self._pools.get(loop)
+        if entry is None:
             closing = _closed_with_loop(Connections(self.url))
             pool = await anext(closing)
             with self._lock:
-                for other in [other for other in self._pools if other.is_closed()]:
-                    del self._pools[other]
+                for old_loop in [old_loop for old_loop in self._pools if old_loop.is_closed()]:
+                    del self._pools[old_loop]
                 if not self._closed:
-                    self._pools[loop] = found = pool, closing
-        if found is None or self._closed:
+                    self._pools[loop] = entry = pool, closing
+        if entry is None or self._closed:
             raise StoreError(f"Store {self.url} is closed.")
-        return found[0]
+        return entry[0]
 
 
 def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:
@@ -265,13 +265,13 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
     """Validate and encode arguments. Raises Invalid with the name of a record that cannot be
     stored."""
     field = next(iter(verb.arguments.__struct_fields__), "")
-    given = getattr(arguments, field, None)
+    value = getattr(arguments, field, None)
     if check := CHECKS.get(verb.name):
-        for record in [given] if isinstance(given, StepCommit) else given or []:
+        for record in [value] if isinstance(value, StepCommit) else value or []:
             check(record)
     try:
         if clean := CLEAN.get(verb.name):
-            arguments = replace(arguments, **{field: [clean(record) for record in given or []]})
+            arguments = replace(arguments, **{field: [clean(record) for record in value or []]})
         return ENCODE[MSGPACK](arguments)
     except NOT_JSON as error:
         where = _culprit(verb, arguments)
@@ -367,17 +367,17 @@ class Connections:
         while self._idle and (self._idle[0].lost or now - self._idle[0].used > MAX_IDLE):
             self._idle.pop(0).abort()
         while self._idle:
-            if not (found := self._idle.pop()).lost:
-                return found
+            if not (connection := self._idle.pop()).lost:
+                return connection
         return None
 
     async def _opened(self) -> _Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT):
-            _, made = await loop.create_connection(
+            _, connection = await loop.create_connection(
                 _Connection, self._host, self._port, ssl=self._tls
             )
-        return made
+        return connection
 
 
 class _Connection(asyncio.Protocol):
@@ -456,11 +456,11 @@ class _Connection(asyncio.Protocol):
 
     def _look(self, silence: float) -> None:
         """Fail the request after `silence` seconds without a byte."""
-        left = self.used + silence - self._loop.time()
+        remaining = self.used + silence - self._loop.time()
         if self._waiting is None:
             self._clock = None
-        elif left > 0:
-            self._clock = self._loop.call_later(left, self._look, silence)
+        elif remaining > 0:
+            self._clock = self._loop.call_later(remaining, self._look, silence)
         else:
             self._fail(TimeoutError())
 

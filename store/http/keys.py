@@ -65,14 +65,14 @@ def with_secret(caller: KeyGrant, secret: bytes) -> KeyGrant:
 class Keys:
     """The known keys. Without keys every caller is an administrator: only for loopback."""
 
-    _known: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
+    _entries: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
         """Parse lines (or words) such as `runner:SECRET` or `runner@RUN:SECRET;until=2030-01-31`
-        (UTC); `#` begins a comment. Raises ConfigError, which names `source` and the line, never
-        the key; also if there is no key, as everybody would be served."""
-        known: dict[bytes, KeyGrant] = {}
+        (UTC); `#` begins a comment. Raises ConfigError, which names `source` and the line, but
+        never the key; also if there is no key, because everybody would be served."""
+        grants: dict[bytes, KeyGrant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
                 try:
@@ -84,28 +84,28 @@ class Keys:
                         f" with a key of at least {MIN_KEY_CHARS} ASCII characters, and if it is to"
                         " expire ;until=YYYY-MM-DD after it"
                     ) from None
-                if known.setdefault(key, caller) != caller:
+                if grants.setdefault(key, caller) != caller:
                     raise ConfigError(f"{source}, line {number}: one key cannot have two scopes")
-        if not known:
+        if not grants:
             raise ConfigError(
                 f"{source} has no key: write a line admin:KEY or runner:KEY, or do not give it"
             )
-        return cls(tuple(known.items()))
+        return cls(tuple(grants.items()))
 
     def __bool__(self) -> bool:
-        return bool(self._known)
+        return bool(self._entries)
 
     def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
         """Return the permissions of this header's sender; None for a missing, unknown or expired
         key. Compares every key, so that the time does not reveal how much of a key was right."""
-        if not self._known:
+        if not self._entries:
             return ADMINISTRATOR
         kind, _, secret = authorization.partition(b" ")
-        found = None
-        for key, caller in self._known:
+        grant = None
+        for key, caller in self._entries:
             if hmac.compare_digest(secret.strip(), key) and kind.lower() == b"bearer":
-                found = caller
-        return None if found is None or found.until <= now else found
+                grant = caller
+        return None if grant is None or grant.until <= now else grant
 
 
 class KeyFile:
@@ -157,7 +157,7 @@ class Claims:
 
     def __init__(self, store: Store) -> None:
         self._store = cast(SqlStore, store)  # a server always has a database
-        self._known: dict[str, tuple[str, str | None]] = {}
+        self._entries: dict[str, tuple[str, str | None]] = {}
 
     async def check(self, verb: str, arguments: dict[str, Any], caller: KeyGrant) -> None:
         """Raise Forbidden for an attempt that the caller did not claim. Replaces the id of a claim
@@ -185,12 +185,12 @@ class Claims:
         """Raise Forbidden for a call on another run than `run`, or on the whole store."""
         about = {name: arguments[name] for name in ("rollout", "group") if name in arguments}
         if "run" in arguments:
-            asked = arguments["run"]
+            requested = arguments["run"]
         elif about:
-            asked = await self._store.owner(**about) or run
+            requested = await self._store.owner(**about) or run
         else:
-            asked = "" if verb in WHOLE_STORE else run
-        if asked != run:
+            requested = "" if verb in WHOLE_STORE else run
+        if requested != run:
             raise Forbidden(f"{verb}: this key is for run {run!r} only.")
 
     async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
@@ -203,14 +203,14 @@ class Claims:
 
     async def _look_up(self, attempts: set[str]) -> dict[str, tuple[str, str | None]]:
         """Return run and claim of each known attempt."""
-        found = {id: self._known[id] for id in attempts & self._known.keys()}
-        if unknown := attempts - found.keys():
+        claims = {id: self._entries[id] for id in attempts & self._entries.keys()}
+        if unknown := attempts - claims.keys():
             new = await self._store.claims(sorted(unknown))
-            if len(self._known) > MAX_ATTEMPTS_CACHED:
-                self._known.clear()
-            self._known |= new
-            found |= new
-        return found
+            if len(self._entries) > MAX_ATTEMPTS_CACHED:
+                self._entries.clear()
+            self._entries |= new
+            claims |= new
+        return claims
 
 
 def _owner(caller: KeyGrant) -> str:

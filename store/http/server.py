@@ -174,19 +174,19 @@ class StoreApp:
     ) -> Any:
         """Execute one verb. Without `receive`, as in a batch, it must not wait."""
         arguments = _decoded(verb.decoders[form], body)
-        given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
+        values = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
         if caller.run:
-            await self._claims.check_one_run(verb.name, given, caller.run)
-        await self._claims.check(verb.name, given, caller)
+            await self._claims.check_one_run(verb.name, values, caller.run)
+        await self._claims.check(verb.name, values, caller)
         method = getattr(self.store, verb.name)
         try:
-            if verb.waits and given["timeout"] != 0:
-                return await self._wait(verb, method, given, receive)
+            if verb.waits and values["timeout"] != 0:
+                return await self._wait(verb, method, values, receive)
             if verb.once and key:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
                 request = IdempotentCall(f"{verb.name} {key}", digest)
-                return await self._once(request, partial(method, **given))
-            result = await method(**given)
+                return await self._once(request, partial(method, **values))
+            result = await method(**values)
             if caller.run and verb.name == "runs":
                 return [run for run in result if run == caller.run]
             return result
@@ -202,19 +202,19 @@ class StoreApp:
             ) from error
 
     async def _wait(
-        self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None
+        self, verb: Verb, method: Any, values: dict[str, Any], receive: Receive | None
     ) -> Any:
         """Long poll. Cancellation loses nothing: a claim is repeated with its id, and the other
         waiting verbs can simply be repeated."""
-        timeout = given["timeout"]
+        timeout = values["timeout"]
         if timeout is not None and timeout != timeout:
             raise Invalid(f"{verb.name}: timeout is not a number.")
         if receive is None:
             raise Invalid(f"{verb.name} cannot wait inside a batch: send it with timeout 0.")
-        if verb.name == "claim" and given["claim_id"] is None:
+        if verb.name == "claim" and values["claim_id"] is None:
             raise Invalid("claim cannot wait without a claim_id, with which you can repeat it.")
-        given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
-        work = asyncio.ensure_future(method(**given))
+        values["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
+        work = asyncio.ensure_future(method(**values))
         gone = asyncio.ensure_future(receive())  # after the body, the next message is a disconnect
         self._waits.add(work)
         try:
@@ -263,14 +263,14 @@ class StoreApp:
                         413,
                         f"The answers before are {size} bytes: send this call in another batch.",
                     )
-                result = _encoded(form, await self._one(call, form, caller))
+                result = _encoded(form, await self._batch_call(call, form, caller))
                 results.append(wire.BatchResult(result=msgspec.Raw(result)))
                 size += len(result)
             except (StoreError, HTTPException) as error:
                 results.append(wire.BatchResult(error=_refusal(error)[1]))
         return wire.BatchResponse(results=results)
 
-    async def _one(self, call: wire.BatchCall, form: str, caller: KeyGrant) -> Any:
+    async def _batch_call(self, call: wire.BatchCall, form: str, caller: KeyGrant) -> Any:
         verb = VERBS.get(call.verb)
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
@@ -321,11 +321,11 @@ def _check_scope(verb: Verb, caller: KeyGrant) -> None:
         raise Forbidden(f"{verb.name} needs a key of scope {' or '.join(verb.scopes)}.")
 
 
-def _idempotency_key(given: bytes | None) -> str:
+def _idempotency_key(header: bytes | None) -> str:
     """Validate an idempotency key; empty if there is none."""
-    if given is None:
+    if header is None:
         return ""
-    if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
+    if not re.fullmatch(wire.KEY, key := header.decode("latin-1")):
         raise Invalid(f"An idempotency-key must match {wire.KEY}.")
     return key
 
@@ -397,9 +397,9 @@ class BodyReader:
         self._check(int(length) if length.isdigit() else 0)
         body, more = await _part(receive)
         self._check(len(body))
-        return await self._rest(bytearray(body), receive) if more else body
+        return await self._remaining(bytearray(body), receive) if more else body
 
-    async def _rest(self, body: bytearray, receive: Receive) -> bytes:
+    async def _remaining(self, body: bytearray, receive: Receive) -> bytes:
         held, more = self._hold(len(body)), True
         try:
             async with asyncio.timeout(MAX_UPLOAD_SECONDS):
@@ -431,8 +431,8 @@ class BodyReader:
 async def check_values(body: bytes, count: Callable[[bytes, int], int]) -> None:
     """Raise HTTPException for a body of more values than can be decoded while others wait."""
     if len(body) > MAX_VALUES and await asyncio.to_thread(count, body, MAX_VALUES) > MAX_VALUES:
-        said = f"The body has more than {MAX_VALUES:,} strings, lists and objects"
-        raise HTTPException(413, f"{said}: send fewer at a time.")
+        problem = f"The body has more than {MAX_VALUES:,} strings, lists and objects"
+        raise HTTPException(413, f"{problem}: send fewer at a time.")
 
 
 async def _part(receive: Receive) -> tuple[bytes, bool]:

@@ -3,7 +3,7 @@
 Every method of `agentrl.store.base.Store` is a verb: its signature and docstring define the route,
 the client's method and the OpenAPI document. Token arrays are lists of numbers in JSON and
 little-endian bytes (int32, float32) in msgpack. JSON has no NaN: it is sent as null, which is read
-as NaN in token arrays and refused elsewhere; so programs use msgpack.
+as NaN in token arrays and refused elsewhere. Therefore programs use msgpack.
 
 In msgpack traces are packed, so every message and token is sent only once. Each call of a trace has
 its whole conversation and prompt, so a conversation of many calls would be sent once per call. A
@@ -170,8 +170,12 @@ def _verb(name: str) -> Verb:
     types = typing.get_type_hints(method)
     _, *parameters = inspect.signature(method).parameters.values()
     fields: list[Any] = [
-        (one.name, types[one.name], *([] if one.default is one.empty else [one.default]))
-        for one in parameters
+        (
+            parameter.name,
+            types[parameter.name],
+            *([] if parameter.default is parameter.empty else [parameter.default]),
+        )
+        for parameter in parameters
     ]
     arguments = msgspec.defstruct(
         name.title().replace("_", ""),
@@ -334,19 +338,19 @@ def document() -> Schema:
     types: list[Any] = [Refusal, Error, BatchRequest, BatchResponse]
     for verb in VERBS.values():
         types += [verb.arguments, verb.result]
-    found, components = msgspec.json.schema_components(
+    schemas, components = msgspec.json.schema_components(
         types, schema_hook=_array, ref_template="#/components/schemas/{name}"
     )
-    verbs = zip(VERBS.values(), found[4::2], found[5::2], strict=True)
+    verbs = zip(VERBS.values(), schemas[4::2], schemas[5::2], strict=True)
     posts = {verb.name: _operation(verb, arguments, result) for verb, arguments, result in verbs}
-    posts["batch"] = _post("batch", BatchRequest.__doc__ or "", found[2], found[3])
+    posts["batch"] = _post("batch", BatchRequest.__doc__ or "", schemas[2], schemas[3])
     posts["traces"] = _post("traces", TRACES, OBJECT, OBJECT)
     pages = {"healthz": "Whether the store can be read.", "openapi.json": "This document."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentrl store", "version": __version__, "description": MSGPACK_NOTE},
         "paths": {f"/v1/{name}": {"post": post} for name, post in posts.items()}
-        | {f"/{name}": {"get": _page(name, what)} for name, what in pages.items()},
+        | {f"/{name}": {"get": _page(name, description)} for name, description in pages.items()},
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -394,13 +398,13 @@ def _post(name: str, doc: str, arguments: Schema, result: Schema) -> Schema:
     }
 
 
-def _page(name: str, what: str) -> Schema:
+def _page(name: str, description: str) -> Schema:
     content = {JSON: {"schema": OBJECT}}
     return {
         "operationId": name.removesuffix(".json"),
         "security": [],
         "responses": {
-            "200": {"description": what, "content": content},
+            "200": {"description": description, "content": content},
             "503": {"description": REFUSED["503"], "content": content},
         },
     }

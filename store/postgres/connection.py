@@ -73,7 +73,10 @@ class Prepared:
 
     def takes(self, types: tuple[int, ...]) -> bool:
         """Whether the types match; a null has type 0."""
-        return all(given in (0, mine) for given, mine in zip(types, self.types, strict=True))
+        return all(
+            requested in (0, prepared)
+            for requested, prepared in zip(types, self.types, strict=True)
+        )
 
 
 class StatementResult:
@@ -103,8 +106,8 @@ class StatementResult:
         return rows[self._next - 1] if self._next <= len(rows) else None
 
     def fetchall(self) -> list[DictRow]:
-        found, self._next = self.rows[self._next :], len(self.rows)
-        return found
+        remaining, self._next = self.rows[self._next :], len(self.rows)
+        return remaining
 
     def __iter__(self) -> Iterator[DictRow]:
         return iter(self.fetchall())
@@ -159,17 +162,17 @@ class Pipeline:
         return result
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
-        several, done = list(rows), 0
+        all_rows, sent = list(rows), 0
         query, names = sql.numbered if isinstance(sql, Statement) else numbered(sql)
-        while left := len(several) - done:
-            n = next(n for n in ROWS_PER_INSERT if n <= left)
-            part, done = several[done : done + n], done + n
+        while remaining := len(all_rows) - sent:
+            n = next(n for n in ROWS_PER_INSERT if n <= remaining)
+            chunk, sent = all_rows[sent : sent + n], sent + n
             together = of_several(query, n) if all(names) else None
             if together is None:
-                for row in part:
+                for row in chunk:
                     self.execute(sql, row)
             else:
-                values = [row[name] for row in part if isinstance(row, dict) for name in names]
+                values = [row[name] for row in chunk if isinstance(row, dict) for name in names]
                 self.send(together, values)
             if len(self._sent) >= MAX_PENDING:
                 self.sync()
@@ -213,22 +216,24 @@ class Pipeline:
         if len(self._prepared) > MAX_KEYS:
             self._prepared.clear()
         query, types = key
-        several = self._by_query.setdefault(query, [])
-        for prepared in several:
+        variants = self._by_query.setdefault(query, [])
+        for prepared in variants:
             if prepared.takes(types):
                 self._prepared[key] = prepared
                 return prepared
-        if several:
-            types = tuple(new or known for new, known in zip(types, several[-1].types, strict=True))
+        if variants:
+            types = tuple(
+                new or previous for new, previous in zip(types, variants[-1].types, strict=True)
+            )
         prepared = self._prepared[key] = Prepared(b"agentrl_%d" % next(NUMBERS), query, types)
-        several.append(prepared)
+        variants.append(prepared)
         self._server.send_prepare(prepared.name, query.encode(), types)
         self._sent.append(StatementResult(self, prepared, prepares=True))
         return prepared
 
     def _forget(self, prepared: Prepared) -> None:
         self._by_query[prepared.query].remove(prepared)
-        for key in [key for key, found in self._prepared.items() if found is prepared]:
+        for key in [key for key, entry in self._prepared.items() if entry is prepared]:
             del self._prepared[key]
 
     def _received(self) -> PGresult:
@@ -243,8 +248,8 @@ class Pipeline:
     def _wait(self) -> None:
         more = select.POLLOUT if self._server.flush() else 0
         self._ready.register(self._server.socket, select.POLLIN | more)
-        ((_, found),) = self._ready.poll()
-        if found != select.POLLOUT:
+        ((_, events),) = self._ready.poll()
+        if events != select.POLLOUT:
             self._server.consume_input()
 
 
@@ -263,8 +268,8 @@ def of_several(query: str, n: int) -> str | None:
     def numbered_from(first: int) -> str:
         return PLACE.sub(lambda found: f"${int(found[1]) + first}", row)
 
-    several = ", ".join(numbered_from(width * i) for i in range(n))
-    return f"{query[:start]}{several}{query[end:]}"
+    values = ", ".join(numbered_from(width * i) for i in range(n))
+    return f"{query[:start]}{values}{query[end:]}"
 
 
 PATIENCE = 60.0  # seconds to wait for an unreachable server before callers get an error
@@ -293,7 +298,7 @@ class PostgresSession:
         self._raw = server.connect()
         self.conn = Pipeline(self._raw, self._ask_id)
         self._open = False
-        self._asked: StatementResult | None = None  # query for the open transaction's id
+        self._id_query: StatementResult | None = None  # query for the open transaction's id
         self._away: psycopg.OperationalError | None = None  # error of the last try to connect
 
     @property
@@ -302,7 +307,7 @@ class PostgresSession:
         return self._raw.info.backend_pid
 
     def begin(self) -> float | Callable[[], float]:
-        self._open, self._asked = True, None
+        self._open, self._id_query = True, None
         self.conn.execute("begin")
         now = self.conn.execute(TIME)
         if self._clock is not None:
@@ -323,7 +328,7 @@ class PostgresSession:
         not read anything."""
         if topics:
             self.conn.execute(NOTIFY, (CHANNEL, str(topics)))
-        blind = self._asked is None
+        blind = self._id_query is None
         if not blind and self._id is None:
             self.conn.sync()
         id, self._open = self._id, False
@@ -367,14 +372,14 @@ class PostgresSession:
     @property
     def _id(self) -> str | None:
         """Id of the open transaction; None if unknown or not received yet."""
-        known = self._asked is not None and self._asked.raw is not None
-        return _single(self._asked)["id"] if self._asked and known else None
+        received = self._id_query is not None and self._id_query.raw is not None
+        return _single(self._id_query)["id"] if self._id_query and received else None
 
     def _ask_id(self) -> None:
         """Query the id with every wait until it is known: a transaction gets one with its first
         lock or write."""
         if self._open and self._id is None:
-            self._asked = self.conn.send(ID)
+            self._id_query = self.conn.send(ID)
 
     def _reconnect(self, since: float) -> bool:
         self._raw.close()
@@ -531,8 +536,8 @@ class PostgresServer:
     @property
     def options(self) -> dict[str, Any]:
         """Defaults of options that the URL does not set: detect a lost server in half a minute."""
-        given = conninfo.conninfo_to_dict(self.url)
-        ours = {
+        in_url = conninfo.conninfo_to_dict(self.url)
+        defaults = {
             "connect_timeout": CONNECT_TIMEOUT,
             "application_name": "agentrl",
             "keepalives_idle": 10,
@@ -540,7 +545,7 @@ class PostgresServer:
             "keepalives_count": 3,
         }
         secret = {} if self.password is None else {"password": self.password}
-        return {name: ours[name] for name in ours if name not in given} | secret
+        return {name: defaults[name] for name in defaults if name not in in_url} | secret
 
     def connect(self) -> psycopg.Connection[DictRow]:
         """Open a connection in autocommit mode: transactions begin explicitly."""
@@ -554,22 +559,24 @@ class PostgresServer:
         return psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
 
     def check_sessions(self) -> None:
-        """Raise StoreError if two connections share a server process, as behind a pooler that
-        lends one for a transaction only: prepared statements and settings would be another
-        client's, and notifications lost. It sets nothing, because other clients would get the
-        setting, too."""
-        with closing(self._connect()) as one, closing(self._connect()) as other:
-            first, pids = None, (one.info.backend_pid, other.info.backend_pid)
+        """Raise StoreError if two connections share a server process, as behind a pooler that lends
+        one for a transaction only: prepared statements and settings would reach another client, and
+        notifications would be lost. The check changes no setting, because other clients would get
+        it too."""
+        with closing(self._connect()) as first_conn, closing(self._connect()) as second_conn:
+            first_seen, pids = None, (first_conn.info.backend_pid, second_conn.info.backend_pid)
             for _ in range(POOLER_CHECKS):
-                mine, others = (_one(conn.execute(WHO, prepare=False)) for conn in (one, other))
-                if mine == others or mine != (first or mine):
+                mine, others = (
+                    _one(conn.execute(WHO, prepare=False)) for conn in (first_conn, second_conn)
+                )
+                if mine == others or mine != (first_seen or mine):
                     raise StoreError(
                         f"Store {self.url}: a connection pooler there (such as pgbouncer) lends "
                         "server processes for a transaction or a statement only, and a store needs "
                         "its own for a session; give the address of the database itself or of the "
                         "pooler's session mode (pool_mode = session)."
                     )
-                first = mine
+                first_seen = mine
                 if (mine["pid"], others["pid"]) == pids:
                     return  # the numbers are the pooler's
 
@@ -611,7 +618,7 @@ class PostgresServer:
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
-    """Send booleans as integers, and all integers with one size: each statement is then prepared
+    """Send booleans as integers, and all integers with one size, so that each statement is prepared
     only once. Apply `SETTINGS`, which a store needs in each session."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)

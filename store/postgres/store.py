@@ -73,8 +73,8 @@ class PostgresStore(SqlStore):
         feed = Feed()
         try:
             session = None if readonly else PostgresSession(server, clock)
-            own = (lambda: 0) if session is None else (lambda: session.pid)
-            listener = ChangeListener(server, feed.notify, own)
+            own_pid = (lambda: 0) if session is None else (lambda: session.pid)
+            listener = ChangeListener(server, feed.notify, own_pid)
         except psycopg.Error as error:
             raise server.to_store_error(error) from error
         super().__init__(
@@ -115,9 +115,9 @@ def pending(
 ) -> list[str]:
     """List the migrations that the database lacks. Raises StoreError if it has unknown ones."""
     tables = "select tablename from pg_tables where schemaname = current_schema()"
-    found = {row["tablename"] for row in conn.execute(tables)}
-    if "_agentrl_migrations" not in found:
-        if found:
+    existing = {row["tablename"] for row in conn.execute(tables)}
+    if "_agentrl_migrations" not in existing:
+        if existing:
             raise StoreError(
                 f"{server.url} is a database but not an agentrl store: choose an empty one, or an "
                 "empty schema of it with ?options=-csearch_path%3DNAME."
@@ -146,15 +146,16 @@ POLL_PAUSE = 5.0  # seconds
 
 
 class ChangeListener:
-    """Passes the notifications of other processes to `notify`. `own`: pid of the writer's server
-    process, whose notifications are ignored because the writer notifies this process directly."""
+    """Passes the notifications of other processes to `notify`. `own_pid`: pid of the writer's
+    server process, whose notifications are ignored because the writer notifies this process
+    directly."""
 
     def __init__(
-        self, server: PostgresServer, notify: Callable[[int], None], own: Callable[[], int]
+        self, server: PostgresServer, notify: Callable[[int], None], own_pid: Callable[[], int]
     ) -> None:
         self._server = server
         self._notify = notify
-        self._own = own
+        self._own_pid = own_pid
         self._conn: psycopg.Connection[DictRow] | None = self._connect()
         self._wake, self._waker = os.pipe()
         self._open = True
@@ -214,9 +215,13 @@ class ChangeListener:
         """Return the topics of all pending notifications; all topics after a silence."""
         if self._silent:
             return ALL
-        topics, own = 0, self._own()
+        topics, own_pid = 0, self._own_pid()
         conn.pgconn.consume_input()
-        while (told := conn.pgconn.notifies()) is not None:  # ten times faster than psycopg's own
-            if told.be_pid != own and told.extra.isdigit():  # other programs may notify too
-                topics |= int(told.extra) & ALL
+        while (
+            notification := conn.pgconn.notifies()
+        ) is not None:  # ten times faster than psycopg's own
+            if (
+                notification.be_pid != own_pid and notification.extra.isdigit()
+            ):  # other programs may notify too
+                topics |= int(notification.extra) & ALL
         return topics

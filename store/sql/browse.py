@@ -40,13 +40,13 @@ def series(
     last = after if last is None else last
     stride = max(1, math.ceil((last - after) / (points - 1)))
     columns = {"run": run, "first": after + 1, "last": last, "stride": stride}
-    found = {}
+    curves = {}
     for name in names:
         points_of = conn.execute(SQL["series"], {**columns, "name": name})
-        found[name] = [
+        curves[name] = [
             (row["step"], math.nan if row["value"] is None else row["value"]) for row in points_of
         ]
-    return found
+    return curves
 
 
 def groups(
@@ -63,11 +63,11 @@ def groups(
     rows.check_positive("limit", limit)
     of_step = step is not None or trained is not None
     if purpose is None and not of_step:  # the index sorts the groups of each purpose
-        both = [
-            groups(conn, run, purpose=one, state=state, before=before, limit=limit)
-            for one in types.Purpose
+        by_purpose = [
+            groups(conn, run, purpose=single, state=state, before=before, limit=limit)
+            for single in types.Purpose
         ]
-        return sorted(chain(*both), key=lambda group: group.id, reverse=True)[:limit]
+        return sorted(chain(*by_purpose), key=lambda group: group.id, reverse=True)[:limit]
     name = None if purpose is None else purpose.value
     filters = {
         "purpose": None if of_step else name,
@@ -77,13 +77,13 @@ def groups(
         "state": state,
         "before": before,
     }
-    given = [SQL[f"group_{name}"] for name, value in filters.items() if value is not None]
-    query = joined(SQL["groups"], *given, SQL["group_members"])
-    found: dict[str, GroupRow] = {}
+    conditions = [SQL[f"group_{name}"] for name, value in filters.items() if value is not None]
+    query = joined(SQL["groups"], *conditions, SQL["group_members"])
+    by_id: dict[str, GroupRow] = {}
     for row in conn.execute(query, {**filters, "run": run, "limit": limit}):
-        group = found.get(row["id"])
+        group = by_id.get(row["id"])
         if group is None:
-            group = found[row["id"]] = rows.record(
+            group = by_id[row["id"]] = rows.record(
                 GroupRow,
                 row,
                 purpose=types.Purpose(row["purpose"]),
@@ -95,7 +95,7 @@ def groups(
             group.rollouts.append(row["rollout"])
             group.states.append(types.RolloutState(row["rollout_state"]))
             group.outcomes.append(row["outcome"])
-    return list(found.values())
+    return list(by_id.values())
 
 
 def search(
@@ -152,12 +152,14 @@ def search(
 
 
 def attempts(conn: Connection, rollout: str, *, limit: int | None = None) -> list[AttemptRow]:
-    some = traces.some_calls(0, limit)
-    found = conn.execute(SQL["attempts"], (rollout,)).fetchall()
-    ids = [row["id"] for row in found]
-    given = traces.call_rows(conn, ids)
-    calls, late_calls = (rows.transitions(given, late=late, some=some) for late in (False, True))
-    numbers = Counter((row["attempt_id"], bool(row["late"])) for row in given)
+    selected = traces.some_calls(0, limit)
+    attempt_rows = conn.execute(SQL["attempts"], (rollout,)).fetchall()
+    ids = [row["id"] for row in attempt_rows]
+    calls_given = traces.call_rows(conn, ids)
+    calls, late_calls = (
+        rows.transitions(calls_given, late=late, selected=selected) for late in (False, True)
+    )
+    numbers = Counter((row["attempt_id"], bool(row["late"])) for row in calls_given)
     rewards, late_rewards = traces.rewards(conn, ids), traces.rewards(conn, ids, late=True)
     return [
         rows.record(
@@ -173,7 +175,7 @@ def attempts(conn: Connection, rollout: str, *, limit: int | None = None) -> lis
             late_calls=numbers[row["id"], True],
             late_rewards=late_rewards.get(row["id"], []),
         )
-        for row in found
+        for row in attempt_rows
     ]
 
 
@@ -186,25 +188,27 @@ def _search(
     """Search chunk by chunk; chunks start small, so that large rollouts do not exceed the
     budget."""
     since, size = time.monotonic(), FIRST_CHUNK
-    found: list[rows.Row] = []
+    matching: list[rows.Row] = []
     looked, cursor = 0, None
     while True:
         columns["size"] = size
         end = conn.execute(end_of, columns).fetchone()
         if end is None:
             break
-        left = {**columns, "limit": columns["limit"] - len(found)}
-        found += conn.execute(matches, left).fetchall()
+        remaining = {**columns, "limit": columns["limit"] - len(matching)}
+        matching += conn.execute(matches, remaining).fetchall()
         looked += end["number"]
-        full = len(found) == columns["limit"]
-        last = found[-1] if full else end
+        full = len(matching) == columns["limit"]
+        last = matching[-1] if full else end
         columns |= {"step": last["step"], "seq": last["seq"]}
         if full or time.monotonic() - since >= budget:
             cursor = f"{last['step']}.{last['seq']}"
             break
         size = min(2 * size, MAX_CHUNK)
-    given = traces.rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
-    return Found([_row(row, given.get(row["attempt_id"], [])) for row in found], cursor, looked)
+    rewards = traces.rewards(conn, [row["attempt_id"] for row in matching if row["attempt_id"]])
+    return Found(
+        [_row(row, rewards.get(row["attempt_id"], [])) for row in matching], cursor, looked
+    )
 
 
 def _end(steps: Range | None, before: str | None) -> rows.Columns:

@@ -86,11 +86,11 @@ def numbered(query: str) -> tuple[str, tuple[str, ...]]:
 
 def load_sql(noun: str) -> dict[str, Statement]:
     """Load the statements of `<noun>.sql` by name."""
-    found = {}
+    statements = {}
     for name, sql in _read(noun).items():
-        statement = found[name] = Statement(sql)
+        statement = statements[name] = Statement(sql)
         statement.noun, statement.name = noun, name
-    return found
+    return statements
 
 
 def joined(*parts: Statement) -> Statement:

@@ -69,8 +69,8 @@ def add_items(
     tx: Transaction, name: str, version: int, items: Sequence[Item], sides: Sequence[Side]
 ) -> None:
     tx.conn.execute(SQL["lock_datasets"])
-    found = _dataset(tx.conn, name, version)
-    if items and found.digest is not None:
+    dataset = _dataset(tx.conn, name, version)
+    if items and dataset.digest is not None:
         raise Conflict(f"Version {version} of data set {name!r} is complete: draft another one.")
     tx.conn.executemany(
         SQL["add_side"],
@@ -86,15 +86,15 @@ def add_items(
 def copy_sides(conn: WritingConnection, rollouts: Sequence[str]) -> None:
     """Copy the calls of rollouts that will be removed to the sides that refer to them."""
     conn.execute(SQL["lock_datasets"])
-    found = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
-    for digest, own in sides(conn, [row["digest"] for row in found]).items():
-        conn.execute(SQL["own_side"], {"digest": digest, "own": ENCODE(own)})
-        _refer(conn, digest, own)
+    references = conn.execute(SQL["references"], (rows.to_json(rollouts, "Rollouts"),)).fetchall()
+    for digest, calls in sides(conn, [row["digest"] for row in references]).items():
+        conn.execute(SQL["own_side"], {"digest": digest, "own": ENCODE(calls)})
+        _refer(conn, digest, calls)
 
 
-def _refer(conn: WritingConnection, side: str, own: Sequence[types.Transition]) -> None:
+def _refer(conn: WritingConnection, side: str, copied: Sequence[types.Transition]) -> None:
     """Add references from a side to the images of its copied calls."""
-    traces.refer(conn, "side", side, {image for call in own for image in call.images})
+    traces.refer(conn, "side", side, {image for call in copied for image in call.images})
 
 
 def commit_dataset(tx: Transaction, name: str, version: int) -> Dataset:
@@ -145,14 +145,16 @@ def items(
     limit: int | None = None,
 ) -> list[Item]:
     _dataset(conn, name, version)
-    given = {"name": name, "version": version, "split": split, "after": after}
-    found = conn.execute(SQL["items"], {**given, "limit": NO_LIMIT if limit is None else limit})
-    return [rows.record(Item, row, steps=rows.from_json(row["steps"])) for row in found]
+    filters = {"name": name, "version": version, "split": split, "after": after}
+    item_rows = conn.execute(
+        SQL["items"], {**filters, "limit": NO_LIMIT if limit is None else limit}
+    )
+    return [rows.record(Item, row, steps=rows.from_json(row["steps"])) for row in item_rows]
 
 
 def sides(conn: Connection, digests: Sequence[str]) -> dict[str, list[types.Transition]]:
-    found = conn.execute(SQL["sides"], (rows.to_json(digests, "Digests"),)).fetchall()
-    stored = calls(conn, [row["rollout_id"] for row in found if row["own"] is None])
+    side_rows = conn.execute(SQL["sides"], (rows.to_json(digests, "Digests"),)).fetchall()
+    stored = calls(conn, [row["rollout_id"] for row in side_rows if row["own"] is None])
 
     def side(row: Any) -> list[types.Transition]:
         if row["own"] is not None:
@@ -160,15 +162,15 @@ def sides(conn: Connection, digests: Sequence[str]) -> dict[str, list[types.Tran
         count, first = row["calls"], row["first_call"]
         return stored[row["rollout_id"]][first : None if count is None else first + count]
 
-    known = (row for row in found if row["own"] is not None or row["rollout_id"] in stored)
-    return {row["digest"]: side(row) for row in known}
+    readable = (row for row in side_rows if row["own"] is not None or row["rollout_id"] in stored)
+    return {row["digest"]: side(row) for row in readable}
 
 
 def calls(conn: Connection, rollouts: Sequence[str]) -> dict[str, list[types.Transition]]:
     query = conn.execute(SQL["attempts"], (rows.to_json(rollouts, "Rollouts"),))
     attempts = {row["id"]: row["attempt_id"] for row in query if row["attempt_id"]}
-    found = traces.transitions(conn, list(attempts.values()))
-    return {rollout: found.get(attempt, []) for rollout, attempt in attempts.items()}
+    by_attempt = traces.transitions(conn, list(attempts.values()))
+    return {rollout: by_attempt.get(attempt, []) for rollout, attempt in attempts.items()}
 
 
 def judgement(conn: Connection, id: str) -> Judgement | None:
@@ -179,13 +181,13 @@ def judgement(conn: Connection, id: str) -> Judgement | None:
 
 
 def logprobs(conn: Connection, model: str, sides: Sequence[str]) -> dict[str, types.Float32]:
-    given = {"model": model, "sides": rows.to_json(sides, "Sides")}
-    found = conn.execute(SQL["logprobs"], given)
-    return {row["side"]: rows.from_blob("f", row["logprobs"]) for row in found}
+    parameters = {"model": model, "sides": rows.to_json(sides, "Sides")}
+    cached = conn.execute(SQL["logprobs"], parameters)
+    return {row["side"]: rows.from_blob("f", row["logprobs"]) for row in cached}
 
 
 def _dataset(conn: Connection, name: str, version: int) -> Dataset:
-    found = [one for one in datasets(conn, name) if one.version == version]
-    if not found:
+    versions = [dataset for dataset in datasets(conn, name) if dataset.version == version]
+    if not versions:
         raise NotFound(f"There is no version {version} of a data set {name!r} in this store.")
-    return found[0]
+    return versions[0]

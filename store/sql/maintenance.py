@@ -61,7 +61,7 @@ def limits(now: float, run: str | None, keep_last: int | None, older_than: float
 
 
 async def stats(readers: ReaderThreads) -> Stats:
-    """Tables are counted concurrently, in separate snapshots."""
+    """Count the rows of tables concurrently, in separate snapshots."""
 
     def count(conn: Connection, table: str) -> int:
         return int(conn.execute(MAINTENANCE[f"rows_{table}"]).fetchone()["n"])
@@ -165,10 +165,10 @@ def _evidence(conn: Connection, rollouts: Sequence[str]) -> Pruned:
     return Pruned(rollouts=len(rollouts), **{name: int(row[name]) for name in names})
 
 
-def _parts(found: Sequence[Any]) -> Iterator[list[Any]]:
+def _parts(rollouts: Sequence[Any]) -> Iterator[list[Any]]:
     """Split rollouts into parts to remove in one transaction each."""
     part, weight = list[Any](), 0
-    for row in found:
+    for row in rollouts:
         if part and weight + row["weight"] > ROWS_PER_TRANSACTION:
             yield part
             part, weight = [], 0
@@ -184,17 +184,17 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
         tx.conn.execute(MAINTENANCE[statement])
     tx.conn.execute(MAINTENANCE["lock_groups"], _ids(rollouts))
     groups = tx.conn.execute(MAINTENANCE["groups_of"], _ids(rollouts)).fetchall()
-    found = [row for row in groups if row["state"] in AT_REST]
-    ids = [row["id"] for row in found]
+    removable = [row for row in groups if row["state"] in AT_REST]
+    ids = [row["id"] for row in removable]
     removed = _evidence(tx.conn, ids)
     datasets.copy_sides(tx.conn, ids)
     delete_rows(tx, ids)
     # The group of a training rollout stays, which prevents enqueuing it again.
     for run, group in sorted(
-        {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
+        {(r["run_id"], r["group_id"]) for r in removable if r["purpose"] == "eval"}
     ):
         tx.conn.execute(MAINTENANCE["delete_group"], {"run": run, "group": group})
-    for run in sorted({row["run_id"] for row in found}):
+    for run in sorted({row["run_id"] for row in removable}):
         tx.add_event(run, "run", run)
     return removed
 
@@ -209,9 +209,9 @@ def delete_rows(tx: Transaction, rollouts: Sequence[str]) -> None:
         tx.conn.execute(MAINTENANCE["delete_payload"], {"hash": digest})
 
 
-def _sum(one: Pruned, other: Pruned) -> Pruned:
+def _sum(a: Pruned, b: Pruned) -> Pruned:
     names = set(Pruned.__struct_fields__) - {"after", "share"}
-    return Pruned(**{name: getattr(one, name) + getattr(other, name) for name in names})
+    return Pruned(**{name: getattr(a, name) + getattr(b, name) for name in names})
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
@@ -261,8 +261,8 @@ def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | N
 
 def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
     """Remove steps and their metrics, except the evaluation of the weights at `step`."""
-    found = tx.conn.execute(runs.SQL["step"], (columns["run"], columns["step"])).fetchone()
-    measured = msgspec.json.decode(found["record"])["metrics"]
+    step = tx.conn.execute(runs.SQL["step"], (columns["run"], columns["step"])).fetchone()
+    measured = msgspec.json.decode(step["record"])["metrics"]
     keys = [(columns["run"], columns["step"], name) for name in measured]
     tx.conn.executemany(REWIND["delete_metric"], keys)
     for statement in ("delete_metrics", "delete_steps", "reopen_step"):
@@ -286,10 +286,10 @@ def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
 
 def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
     """Cancel and remove evaluations of weights that no longer exist after the rewind."""
-    found = tx.conn.execute(REWIND["evaluations"], columns).fetchall()
-    rollouts.cancel(tx, [row["id"] for row in found])
+    evaluations = tx.conn.execute(REWIND["evaluations"], columns).fetchall()
+    rollouts.cancel(tx, [row["id"] for row in evaluations])
     tx.settle_groups()
-    ended = [row["id"] for row in found if row["state"] != RolloutState.RUNNING]
+    ended = [row["id"] for row in evaluations if row["state"] != RolloutState.RUNNING]
     remove(tx, ended)
 
 
@@ -303,10 +303,13 @@ def forget(tx: Transaction, rollouts: Sequence[str], *, dry_run: bool = False) -
     family = tx.conn.execute(FORGET["family"], _list("rollouts", rollouts)).fetchall()
     tx.conn.execute(MAINTENANCE["lock_groups"], _list("rollouts", [r["id"] for r in family]))
     free = [row for row in family if _is_free(row["state"], row["group_state"])]
-    gone, left = [row["id"] for row in free], [row["id"] for row in family if row not in free]
+    gone, not_deleted = (
+        [row["id"] for row in free],
+        [row["id"] for row in family if row not in free],
+    )
     if dry_run:
         _, items = _items_of(tx, gone)
-        return Forgotten(rollouts=len(gone), left=left, items=items)
+        return Forgotten(rollouts=len(gone), left=not_deleted, items=items)
     items = _forget_items(tx, gone)
     tx.conn.execute(FORGET["delete_judgements"], _list("rollouts", gone))
     delete_rows(tx, gone)
@@ -314,7 +317,7 @@ def forget(tx: Transaction, rollouts: Sequence[str], *, dry_run: bool = False) -
     for run in sorted({row["run_id"] for row in free}):
         tx.add_event(run, "run", run, GROUPS)
     traces.remove_unused(tx)
-    return Forgotten(rollouts=len(gone), left=left, items=items)
+    return Forgotten(rollouts=len(gone), left=not_deleted, items=items)
 
 
 def _is_free(state: str, group_state: str) -> bool:
@@ -338,8 +341,8 @@ def _forget_items(tx: Transaction, rollouts: Sequence[str]) -> dict[str, int]:
 def _items_of(tx: Transaction, rollouts: Sequence[str]) -> tuple[dict[str, str], dict[str, int]]:
     """The sides of rollouts, as a list for SQL, and the number of items with such a side, by data
     set."""
-    found = tx.conn.execute(FORGET["sides"], _list("rollouts", rollouts)).fetchall()
-    sides = _list("sides", [row["digest"] for row in found])
+    side_rows = tx.conn.execute(FORGET["sides"], _list("rollouts", rollouts)).fetchall()
+    sides = _list("sides", [row["digest"] for row in side_rows])
     touched = tx.conn.execute(FORGET["touched"], sides).fetchall()
     return sides, {f"{row['dataset']}@{row['version']}": row["n"] for row in touched}
 

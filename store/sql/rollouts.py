@@ -54,8 +54,8 @@ def enqueue(
                 f"Group {rollout.group!r} mixes runs, purposes or candidates: give each its own."
             )
         sent.append((rollout, tx.conn.execute(SQL["enqueue"], rows.new_rollout_columns(rollout))))
-    for rollout, found in sent:
-        if found.rowcount:
+    for rollout, inserted in sent:
+        if inserted.rowcount:
             added[rollout.group] += 1
         else:
             _check_known(tx.conn, rollout)
@@ -70,23 +70,23 @@ def claim(
 ) -> list[types.Attempt] | None:
     """Claim rollouts; None if there are none. A repeat returns the attempts that are still live,
     possibly none."""
-    known = None
+    previous = None
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
-        known = tx.conn.ask(SQL["claimed"], (claim_id,))
+        previous = tx.conn.ask(SQL["claimed"], (claim_id,))
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
     queued = tx.conn.ask(query, {"n": n, "run": run})
-    if known is not None and (repeat := known.fetchall()):
+    if previous is not None and (repeat := previous.fetchall()):
         return [
             _attempt(tx.conn, row, row["claimed_id"], row["fence"], row["lease_until"])
             for row in repeat
             if row["claimed_state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
         ]
-    held, most = _load_and_limit(tx.conn, runner) if _leases(tx)["suspects"] else (0, math.inf)
+    held, limit = _load_and_limit(tx.conn, runner) if _leases(tx)["suspects"] else (0, math.inf)
     claimed, started, taken = list[types.Attempt](), list[rows.Columns](), list[rows.Columns]()
     for row in queued.fetchall():
-        most = min(most, row["together"] or most)
-        if held + len(claimed) >= most:
+        limit = min(limit, row["together"] or limit)
+        if held + len(claimed) >= limit:
             break  # later rollouts wait too, otherwise this one might starve
         columns = {
             "attempt": uuid.uuid4().hex,
@@ -133,13 +133,13 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
 def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
     tx.known.take(outcome.attempt for outcome in outcomes)  # calls after the end are rare
     named = [tx.conn.ask(SQL["attempt"], (outcome.attempt,)) for outcome in outcomes]
-    kept, seen = [], set()
-    for outcome, found in zip(outcomes, named, strict=True):
-        if outcome.attempt in seen:  # read again: an earlier outcome has changed it
-            found = tx.conn.execute(SQL["attempt"], (outcome.attempt,))
-        seen.add(outcome.attempt)
-        kept.append(_finish(tx, outcome, found.fetchone()))
-    return kept
+    accepted, finished = [], set()
+    for outcome, result in zip(outcomes, named, strict=True):
+        if outcome.attempt in finished:  # read again: an earlier outcome has changed it
+            result = tx.conn.execute(SQL["attempt"], (outcome.attempt,))
+        finished.add(outcome.attempt)
+        accepted.append(_finish(tx, outcome, result.fetchone()))
+    return accepted
 
 
 def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
@@ -187,8 +187,8 @@ def next_expiry(tx: Transaction) -> float | None:
 
 
 def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, str | None]]:
-    found = conn.execute(SQL["claims"], (rows.to_json(attempts, "Attempts"),))
-    return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
+    claim_rows = conn.execute(SQL["claims"], (rows.to_json(attempts, "Attempts"),))
+    return {row["id"]: (row["run_id"], row["claim_id"]) for row in claim_rows}
 
 
 def owner(conn: Connection, *, rollout: str | None = None, group: str | None = None) -> str | None:
@@ -198,7 +198,7 @@ def owner(conn: Connection, *, rollout: str | None = None, group: str | None = N
 
 
 def failures(conn: Connection, run: str) -> list[types.FailureCount]:
-    found: dict[str, types.FailureCount] = {}
+    by_kind: dict[str, types.FailureCount] = {}
     for row in conn.execute(SQL["failures"], {"run": run}):
         last = types.FailureCount(
             kind=types.ErrorKind(row["kind"]),
@@ -206,8 +206,8 @@ def failures(conn: Connection, run: str) -> list[types.FailureCount]:
             rollout=row["rollout_id"],
             message=row["error_message"],
         )
-        found.setdefault(row["kind"], last)  # several rows if attempts failed at the same time
-    return list(found.values())
+        by_kind.setdefault(row["kind"], last)  # several rows if attempts failed at the same time
+    return list(by_kind.values())
 
 
 def settled(conn: Connection, group: str) -> bool:
@@ -291,12 +291,12 @@ def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> di
         created = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
         sent.append((member, created, tx.conn.ask(SQL["group"], (group,))))
     states = {}
-    for member, created, found in sent:
+    for member, created, group_row in sent:
         if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
             runs.texts(tx.conn, member.run, member.candidate)
-        row = found.fetchone()
+        row = group_row.fetchone()
         if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
             raise Conflict(
                 f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "

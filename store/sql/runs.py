@@ -87,8 +87,8 @@ def commit_step(
 ) -> None:
     """Commit a step with the `credits` and the `record` of `prepare`."""
     row = find_run(tx.conn, commit.run, commit.epoch)
-    done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
-    if done is not None and done["record"] == record:
+    committed = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
+    if committed is not None and committed["record"] == record:
         return
     if commit.step != row["step"]:
         raise Conflict(
@@ -194,9 +194,9 @@ def steps(
     if limit is not None and limit < 0:
         raise Invalid(f"limit is a number of steps, not {limit}.")
     columns = {"run": run, "after": after, "limit": NO_LIMIT if limit is None else limit}
-    found = conn.execute(SQL["steps"], columns).fetchall()
-    metrics: dict[int, dict[str, float]] = {row["step"]: {} for row in found}
-    last = found[-1]["step"] if found else after
+    step_rows = conn.execute(SQL["steps"], columns).fetchall()
+    metrics: dict[int, dict[str, float]] = {row["step"]: {} for row in step_rows}
+    last = step_rows[-1]["step"] if step_rows else after
     for row in conn.execute(SQL["metrics"], {**columns, "last": last}):
         value = math.nan if row["value"] is None else row["value"]
         metrics.setdefault(row["step"], {})[row["name"]] = value
@@ -208,13 +208,13 @@ def steps(
             metrics=metrics[row["step"]],
             committed=bool(row["committed"]),
         )
-        for row in found
+        for row in step_rows
     ]
 
 
 def policies(conn: Connection, run: str) -> dict[str, types.PolicyVersion]:
-    found = conn.execute(SQL["policies"], (run,))
-    return {row["policy"]: rows.record(types.PolicyVersion, row) for row in found}
+    policy_rows = conn.execute(SQL["policies"], (run,))
+    return {row["policy"]: rows.record(types.PolicyVersion, row) for row in policy_rows}
 
 
 def counts(conn: Connection, run: str) -> types.Counts:
@@ -252,18 +252,18 @@ def _add_rewards(
     groups: Mapping[str, str],
 ) -> None:
     """Add the commit's rewards after those of each rollout's attempt."""
-    given: dict[str, list[types.Reward]] = {}
+    by_rollout: dict[str, list[types.Reward]] = {}
     for row in commit.rewards:
-        given.setdefault(row.rollout, []).append(row.reward)
+        by_rollout.setdefault(row.rollout, []).append(row.reward)
     members = {row["id"]: row for row in conn.execute(SQL["members"], groups)}
     owners = {call: row["rollout_id"] for call, row in calls.items()}
-    for rollout, rewards in given.items():
+    for rollout, rewards in by_rollout.items():
         where = f"Step {commit.step} of run {commit.run!r} has a reward for"
         if rollout not in members:
             raise NotFound(f"{where} {rollout!r}, which is not in its groups.")
         targets = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
-        if lost := next((call for call in targets if owners.get(str(call)) != rollout), None):
-            raise NotFound(f"{where} call {lost!r}, which is not a call of {rollout!r}.")
+        if foreign := next((call for call in targets if owners.get(str(call)) != rollout), None):
+            raise NotFound(f"{where} call {foreign!r}, which is not a call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
         columns = (
             rows.reward_columns(reward, attempt, first + i, step=commit.step)
@@ -319,8 +319,8 @@ def put_documents(
 
 
 def documents(conn: Connection, run: str, kind: str, *, after: str = "") -> dict[str, Json]:
-    found = conn.execute(DOCUMENTS["documents"], (run, kind, after))
-    return {row["key"]: rows.from_json(row["value"]) for row in found}
+    document_rows = conn.execute(DOCUMENTS["documents"], (run, kind, after))
+    return {row["key"]: rows.from_json(row["value"]) for row in document_rows}
 
 
 def texts(conn: Connection, run: str, candidate: str) -> list[PromptText]:
@@ -364,16 +364,16 @@ def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
 
     def execute(tx: Transaction) -> T:
         tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
-        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
-        if known is None:
+        stored = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
+        if stored is None:
             result = verb(tx)
             tx.conn.execute(REQUESTS["forget_requests"], (tx.now - REPLIES_KEPT,))
             text = msgspec.json.encode(result).decode()
             columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
             tx.conn.execute(REQUESTS["add_request"], columns)
             return result
-        if known["digest"] != request.digest:
+        if stored["digest"] != request.digest:
             raise Conflict("This idempotency-key was used for a call with other arguments.")
-        return msgspec.json.decode(known["reply"], type=reply)
+        return msgspec.json.decode(stored["reply"], type=reply)
 
     return execute

@@ -302,8 +302,8 @@ class SqlStore:
     ) -> records.Pruned:
         now = await self._writer.post(lambda tx: tx.now)
         limits = maintenance.limits(now, run, keep_last, older_than)
-        some: Any = {"dry_run": dry_run, "after": after, "seconds": seconds}
-        return await maintenance.prune(self._readers, self._writer, limits, **some)
+        options: Any = {"dry_run": dry_run, "after": after, "seconds": seconds}
+        return await maintenance.prune(self._readers, self._writer, limits, **options)
 
     async def forget(self, rollouts: Sequence[str], *, dry_run: bool = False) -> records.Forgotten:
         delete = partial(maintenance.forget, rollouts=rollouts, dry_run=dry_run)
@@ -322,13 +322,13 @@ class SqlStore:
         self, done: Callable[[T], bool], query: Callable[[Connection], T], timeout: float | None
     ) -> T:
         """Repeat a query at every change until its result is `done`; return the last result."""
-        left = _countdown(timeout)
+        remaining = _countdown(timeout)
         while True:
             ticket = self._feed.ticket(ANY)
-            found = await self._readers.read(query)
-            if done(found) or left() == 0.0:
-                return found
-            await self._feed.changed(ANY, ticket, left())
+            result = await self._readers.read(query)
+            if done(result) or remaining() == 0.0:
+                return result
+            await self._feed.changed(ANY, ticket, remaining())
 
     async def _until(
         self,
@@ -338,21 +338,21 @@ class SqlStore:
     ) -> T:
         """Call `look` until it returns a result: at every notification of the topic, when the next
         lease expires, and a `last` time at the deadline, when it must return one."""
-        left = _countdown(timeout)
+        remaining = _countdown(timeout)
         while True:
-            last = left() == 0.0
+            last = remaining() == 0.0
             ticket = self._feed.ticket(topic)
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if rollout_verbs.expire_leases(tx):
                     tx.settle_groups()  # makes settled groups visible to `look`
-                found = look(tx, last)
-                return found, rollout_verbs.next_expiry(tx) if found is None else None
+                result = look(tx, last)
+                return result, rollout_verbs.next_expiry(tx) if result is None else None
 
-            found, expires = await self._writer.post(verb)
-            if found is not None:
-                return found
-            ends = (end for end in (left(), expires) if end is not None)
+            result, expires = await self._writer.post(verb)
+            if result is not None:
+                return result
+            ends = (end for end in (remaining(), expires) if end is not None)
             await self._feed.changed(topic, ticket, min(ends, default=None))
 
 

@@ -42,10 +42,10 @@ def prepare(call: types.Transition) -> PreparedTransition:
     """Validate and encode a call. Raises Invalid if it cannot be stored or trained on."""
     rows.check_transition(call)
     columns, prompt = rows.transition_columns(call), rows.to_blob(call.prompt)
-    what, answer = f"of call {call.id}", columns["answer"]
-    lines = [rows.to_json(message, f"A message {what}") for message in call.messages]
+    of_call, answer = f"of call {call.id}", columns["answer"]
+    lines = [rows.to_json(message, f"A message {of_call}") for message in call.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = rows.to_json(call.tools, f"A tool {what}") if call.tools else None
+    tools = rows.to_json(call.tools, f"A tool {of_call}") if call.tools else None
     tokens = prompt + columns["completion"]
     columns |= {
         "size": len(tokens),
@@ -64,14 +64,14 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
     attempts = sorted({call.attempt for call in calls})
     remembered, ids = tx.known.take(attempts), [call.columns["id"] for call in calls]
     unknown = [attempt for attempt in attempts if attempt not in remembered]
-    asked = _ask_for(tx, attempts) if unknown or tx.conn.shared else None
+    attempt_rows = _ask_for(tx, attempts) if unknown or tx.conn.shared else None
     tree = TokenTree(tx.conn, attempts, ids, remembered, tx.time_if_known)
-    found = {attempt: (remembered[attempt].run, False) for attempt in remembered}
-    if unknown and asked is not None:
-        found |= _live_or_late(tx, unknown, asked)
+    run_and_late = {attempt: (remembered[attempt].run, False) for attempt in remembered}
+    if unknown and attempt_rows is not None:
+        run_and_late |= _live_or_late(tx, unknown, attempt_rows)
     changed = set()
     for call in calls:
-        run, late = found[call.attempt]
+        run, late = run_and_late[call.attempt]
         if not tree.has(call):
             tree.add(call, late=late)
             changed.add(call.attempt)
@@ -80,7 +80,7 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
     tree.write()
     _refer(tx, tree, calls)  # after the payloads, because a prune locks both in this order
     for attempt in attempts:
-        run, late = found[attempt]
+        run, late = run_and_late[attempt]
         if attempt in changed:
             tx.add_event(run, "attempt", attempt)
         if not late:  # cached once the transaction has committed
@@ -90,15 +90,15 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
 
 
 def _refer(tx: Transaction, tree: TokenTree, calls: Sequence[PreparedTransition]) -> None:
-    """Let rollouts refer to the images of their calls."""
+    """Add references from rollouts to the images of their calls."""
     used: dict[str, set[str]] = {}
     for call in calls:
         if call.images:
             used.setdefault(call.attempt, set()).update(call.images)
     for attempt, digests in sorted(used.items()):
-        known = tree.calls[attempt].images
-        refer(tx.conn, "rollout", attempt, digests - known)
-        known |= digests
+        referred = tree.calls[attempt].images
+        refer(tx.conn, "rollout", attempt, digests - referred)
+        referred |= digests
 
 
 def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:
@@ -112,10 +112,10 @@ def _count(tx: Transaction, run: str, call: PreparedTransition) -> None:
 
 def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
-    found = _live_or_late(tx, attempts, _ask_for(tx, attempts))
-    for attempt, (run, _) in found.items():
+    run_and_late = _live_or_late(tx, attempts, _ask_for(tx, attempts))
+    for attempt, (run, _) in run_and_late.items():
         tx.add_event(run, "attempt", attempt)
-    columns = [rows.span_columns(span, late=found[span.attempt][1]) for span in spans]
+    columns = [rows.span_columns(span, late=run_and_late[span.attempt][1]) for span in spans]
     tx.conn.executemany(SQL["add_span"], columns)
 
 
@@ -136,19 +136,19 @@ def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
 def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
     """Add rewards at positions after those of outcomes and steps, determined by a hash of scope,
     target, name and source, so that a repeat replaces the earlier one."""
-    for given in rewards:
-        reward, rollout = given.reward, given.rollout
-        found = tx.conn.execute(SQL["rollout"], (rollout,)).fetchone()
-        if found is None or found["attempt_id"] is None:
+    for step_reward in rewards:
+        reward, rollout = step_reward.reward, step_reward.rollout
+        row = tx.conn.execute(SQL["rollout"], (rollout,)).fetchone()
+        if row is None or row["attempt_id"] is None:
             raise NotFound(f"Rollout {rollout!r} is unknown or was never claimed.")
-        outcome = types.Outcome(attempt=found["attempt_id"], fence=0, rewards=[reward])
+        outcome = types.Outcome(attempt=row["attempt_id"], fence=0, rewards=[reward])
         rows.check_outcome(outcome)
         _check_targets(tx.conn, outcome)
         key = repr((reward.scope, reward.target, reward.name, reward.source)).encode()
         position = FIRST_GIVEN + int.from_bytes(digest(key)[:4]) % FIRST_GIVEN
         columns = rows.reward_columns(reward, outcome.attempt, position)
         tx.conn.execute(SQL["give_reward"], columns)
-        tx.add_event(found["run_id"], "attempt", outcome.attempt)
+        tx.add_event(row["run_id"], "attempt", outcome.attempt)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -156,15 +156,15 @@ def add_rewards(tx: Transaction, rewards: Sequence[types.StepReward]) -> None:
 
 def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
     """Load groups with rollouts, rewards and calls, for training."""
-    found = []
+    loaded = []
     for id in ids:
         members = rollouts(conn, run, group=id)
         calls = transitions(conn, [member.attempt for member in members if member.attempt])
         complete = [
             replace(member, transitions=calls.get(member.attempt or "", [])) for member in members
         ]
-        found.append(types.Group(id=id, run=run, step=members[0].step, rollouts=complete))
-    return found
+        loaded.append(types.Group(id=id, run=run, step=members[0].step, rollouts=complete))
+    return loaded
 
 
 def rollouts(
@@ -191,28 +191,32 @@ def rollouts(
         "group_state": group_state,
         "after": after,
     }
-    given = [SQL[f"rollouts_{name}"] for name, value in filters.items() if value is not None]
+    conditions = [SQL[f"rollouts_{name}"] for name, value in filters.items() if value is not None]
     unsuccessful = state not in (None, types.RolloutState.SUCCEEDED)
     if unsuccessful:
-        given.append(SQL["rollouts_unsuccessful"])
+        conditions.append(SQL["rollouts_unsuccessful"])
     few = group is None and (step, trained, group_state, unsuccessful) != (None, None, None, False)
     if after is not None and conn.execute(SQL["rollout"], (after,)).fetchone() is None:
         raise NotFound(f"Rollout {after!r} no longer exists: start again with the first page.")
     query = joined(
         SQL["rollouts"],
-        *given,
+        *conditions,
         SQL["rollouts_few_sorted" if few else "rollouts_sorted"],
         *([] if limit is None else [SQL["rollouts_limit"]]),
     )
-    found = conn.execute(query, {**filters, "run": run, "limit": limit}).fetchall()
-    given_rewards = rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
-    return [rows.rollout(row, given_rewards.get(row["attempt_id"], [])) for row in found]
+    rollout_rows = conn.execute(query, {**filters, "run": run, "limit": limit}).fetchall()
+    rewards_by_attempt = rewards(
+        conn, [row["attempt_id"] for row in rollout_rows if row["attempt_id"]]
+    )
+    return [
+        rows.rollout(row, rewards_by_attempt.get(row["attempt_id"], [])) for row in rollout_rows
+    ]
 
 
 def trace(
     conn: Connection, rollout: str, *, first: int = 0, limit: int | None = None
 ) -> types.Trace | None:
-    some = some_calls(first, limit)
+    selected = some_calls(first, limit)
     row = conn.execute(SQL["rollout"], (rollout,)).fetchone()
     if row is None or row["attempt_id"] is None:
         return None
@@ -220,7 +224,9 @@ def trace(
     return types.Trace(
         rollout=rows.rollout(row, rewards(conn, [attempt]).get(attempt, [])),
         attempt=attempt,
-        transitions=rows.transitions(call_rows(conn, [attempt]), some=some).get(attempt, []),
+        transitions=rows.transitions(call_rows(conn, [attempt]), selected=selected).get(
+            attempt, []
+        ),
         spans=spans(conn, attempt),
     )
 
@@ -244,11 +250,11 @@ def rewards(
     conn: Connection, attempts: Sequence[str], *, late: bool = False
 ) -> dict[str, list[types.Reward]]:
     """Load rewards by attempt: either the regular or the late ones."""
-    found: dict[str, list[types.Reward]] = {}
+    by_attempt: dict[str, list[types.Reward]] = {}
     columns = {"attempts": rows.to_json(attempts, "attempts"), "late": late}
     for row in conn.execute(SQL["rewards"], columns):
-        found.setdefault(row["attempt_id"], []).append(rows.reward(row))
-    return found
+        by_attempt.setdefault(row["attempt_id"], []).append(rows.reward(row))
+    return by_attempt
 
 
 def transitions(
@@ -278,19 +284,19 @@ def _ask_for(tx: Transaction, attempts: Sequence[str]) -> Cursor:
 
 
 def _live_or_late(
-    tx: Transaction, attempts: Sequence[str], asked: Cursor
+    tx: Transaction, attempts: Sequence[str], attempt_rows: Cursor
 ) -> dict[str, tuple[str, bool]]:
     """Map each attempt to its run and whether writes to it are late now.
 
     A write does not need a fence, because an attempt's id implies it: each claim creates a new
     attempt with the next fence, after the previous attempt has ended or its lease has expired."""
-    stored, now = {row["id"]: row for row in asked.fetchall()}, tx.now
+    stored, now = {row["id"]: row for row in attempt_rows.fetchall()}, tx.now
     if lost := [id for id in attempts if id not in stored]:
         raise NotFound(f"There is no attempt {lost[0]!r} in this store.")
-    found = ((id, stored[id]) for id in attempts)  # the order of their events
+    in_order = ((id, stored[id]) for id in attempts)  # the order of their events
     return {
         id: (row["run_id"], row["state"] != RUNNING or row["lease_until"] <= now)
-        for id, row in found
+        for id, row in in_order
     }
 
 
@@ -329,8 +335,10 @@ def put_images(tx: Transaction, run: str, columns: Sequence[rows.Columns]) -> No
 
 def images(conn: Connection, run: str, digests: Sequence[str]) -> dict[str, types.Image]:
     rows.check_digests("An image", digests)
-    found = conn.execute(IMAGES["images"], {"digests": rows.to_json(digests, "Digests")})
-    return {row["digest"]: rows.record(types.Image, row, body=bytes(row["body"])) for row in found}
+    image_rows = conn.execute(IMAGES["images"], {"digests": rows.to_json(digests, "Digests")})
+    return {
+        row["digest"]: rows.record(types.Image, row, body=bytes(row["body"])) for row in image_rows
+    }
 
 
 def refer(
@@ -339,8 +347,8 @@ def refer(
     owner: str,
     digests: Collection[str],
 ) -> None:
-    """Let a side, or the rollout of the attempt `owner`, refer to images. Raises NotFound for an
-    image that is not stored."""
+    """Add references to images from a side, or from the rollout of the attempt `owner`. Raises
+    NotFound for an image that is not stored."""
     if not digests:
         return
     columns = {"owner": owner, "digests": rows.to_json(sorted(digests), "Digests")}
@@ -354,18 +362,18 @@ def unused(
     conn: Connection, *, now: float, without: Sequence[str] = (), n: int = NO_LIMIT
 ) -> Pruned:
     """Count the images that a prune may remove together with the rollouts `without`."""
-    found = _unused(conn, now, without, n)
-    return Pruned(images=len(found), bytes=sum(found.values()))
+    sizes = _unused(conn, now, without, n)
+    return Pruned(images=len(sizes), bytes=sum(sizes.values()))
 
 
 def remove_unused(tx: Transaction) -> Pruned:
     """Remove some unreferenced images."""
     tx.conn.execute(IMAGES["lock_references"])
-    found = _unused(tx.conn, tx.now, (), REMOVED_AT_ONCE)
-    if found:
-        digests = rows.to_json(list(found), "Digests")
+    sizes = _unused(tx.conn, tx.now, (), REMOVED_AT_ONCE)
+    if sizes:
+        digests = rows.to_json(list(sizes), "Digests")
         tx.conn.execute(IMAGES["delete_images"], {"digests": digests})
-    return Pruned(images=len(found), bytes=sum(found.values()))
+    return Pruned(images=len(sizes), bytes=sum(sizes.values()))
 
 
 def _unused(conn: Connection, now: float, without: Sequence[str], n: int) -> dict[str, int]:

@@ -6,8 +6,8 @@ file for itself on SQLite, and on PostgreSQL its creator has locked their rows. 
 an attempt are requested at the start and awaited at the first use, or they are cached. In the same
 transaction the database checks that the cache is complete (`check_known` in `traces.sql`): if not,
 it raises an error on purpose, and the writer runs each verb alone, without the cache. Late calls
-have only late parents, regular calls only regular ones: these may move to another attempt without
-the late.
+have only late parents and regular calls only regular ones, because regular calls may move to
+another attempt without the late ones.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class TreeNode(NamedTuple):
 
 def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
     """Return the digest of `data[:size]` for every size up to its length, in one pass."""
-    view, state, done = memoryview(data), blake2b(digest_size=16), 0
-    found: dict[int, bytes] = {}
+    view, state, hashed = memoryview(data), blake2b(digest_size=16), 0
+    digests: dict[int, bytes] = {}
     for size in sorted(set(sizes)):
         if size > len(view):
             break
-        state.update(view[done:size])
-        done = size
-        found[size] = state.copy().digest()
-    return found
+        state.update(view[hashed:size])
+        hashed = size
+        digests[size] = state.copy().digest()
+    return digests
 
 
 def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
@@ -71,13 +71,13 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
 
     Nodes are checked in growing batches: a linear conversation needs only one; with many branches
     `data` is hashed only a few times."""
-    waiting, some = iter(nodes), 1
-    while batch := list(islice(waiting, some)):
-        found = prefix_digests(data, [node.size for node in batch])
+    waiting, size = iter(nodes), 1
+    while batch := list(islice(waiting, size)):
+        digests = prefix_digests(data, [node.size for node in batch])
         for node in batch:
-            if found.get(node.size) == node.digest:
+            if digests.get(node.size) == node.digest:
                 return node
-        some *= 8
+        size *= 8
     return None
 
 
@@ -93,9 +93,9 @@ class CallTree:
         """Add a call that is later than all others."""
         node = TreeNode(seq, columns["size"], columns["digest"])
         chat = TreeNode(seq, columns["chat_size"], columns["chat_digest"])
-        for one, nodes in ((node, self.nodes), (chat, self.chats)):
-            if one.size:
-                insort_left(nodes, one, key=_shortness)
+        for new_node, nodes in ((node, self.nodes), (chat, self.chats)):
+            if new_node.size:
+                insort_left(nodes, new_node, key=_shortness)
         if chat.size and columns["answer_digest"] is not None:
             self.answers[chat.size, chat.digest, columns["answer_digest"]] = seq
 
@@ -107,8 +107,8 @@ class CallTree:
             return None, 0
         shared = call.chat[: parent.size].count(b"\n")
         if shared < len(call.lines):
-            said = digest(call.lines[shared].encode())
-            answered = self.answers.get((parent.size, parent.digest, said))
+            next_message = digest(call.lines[shared].encode())
+            answered = self.answers.get((parent.size, parent.digest, next_message))
             if answered is not None:  # the next message is the answer to that call
                 return answered, shared + 1
         return parent.seq, shared
@@ -135,25 +135,25 @@ class KnownAttempts:
     returned only when it has committed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, AttemptCalls] = {}
+        self._cached: dict[str, AttemptCalls] = {}
         self._calls = 0  # cached calls, plus one per attempt
 
     def take(self, attempts: Iterable[str]) -> dict[str, AttemptCalls]:
-        taken = {id: self._known.pop(id) for id in attempts if id in self._known}
+        taken = {id: self._cached.pop(id) for id in attempts if id in self._cached}
         self._calls -= sum(len(calls.late) + 1 for calls in taken.values())
         return taken
 
     def keep(self, attempts: Mapping[str, AttemptCalls]) -> None:
         self.take(attempts)
-        self._known |= attempts
+        self._cached |= attempts
         self._calls += sum(len(calls.late) + 1 for calls in attempts.values())
         while self._calls > MAX_CALLS_CACHED:
-            self.take([next(iter(self._known))])
+            self.take([next(iter(self._cached))])
 
 
 class TokenTree:
-    """The calls of some attempts in one transaction, which adds to them. `known`: cached calls of
-    attempts, which are not fetched. `ids`: calls to add. `now`: the transaction's time, if known
+    """The calls of some attempts in one transaction, which adds to them. `cached`: calls of
+    attempts that need not be fetched. `ids`: calls to add. `now`: the transaction's time, if known
     without asking the database."""
 
     def __init__(
@@ -161,26 +161,26 @@ class TokenTree:
         conn: WritingConnection,
         attempts: Sequence[str],
         ids: Sequence[str],
-        known: Mapping[str, AttemptCalls],
+        cached: Mapping[str, AttemptCalls],
         now: float | None,
     ) -> None:
         self._conn = conn
-        self.calls = {id: known.get(id) or AttemptCalls() for id in attempts}
+        self.calls = {id: cached.get(id) or AttemptCalls() for id in attempts}
         self._others: dict[str, str] = {}  # id -> attempt of a stored call
         self._rows: dict[str, rows.Columns] = {}  # id -> columns of a call not yet stored
-        self._asked: Cursor | None = None
-        if known:
-            sizes = [(id, len(calls.late)) for id, calls in known.items()]
+        self._query: Cursor | None = None
+        if cached:
+            sizes = [(id, len(calls.late)) for id, calls in cached.items()]
             conn.ask(SQL["check_known"], {"known": rows.to_json(sizes, "Attempts"), "now": now})
-        if unknown := [id for id in attempts if id not in known]:
+        if unknown := [id for id in attempts if id not in cached]:
             columns = {"attempts": rows.to_json(unknown, "Attempts")}
-            self._asked = conn.ask(SQL["tree"], {**columns, "ids": rows.to_json(ids, "Ids")})
+            self._query = conn.ask(SQL["tree"], {**columns, "ids": rows.to_json(ids, "Ids")})
 
     def has(self, call: PreparedTransition) -> bool:
         """Whether a call is stored already. Raises Conflict if its id is another attempt's."""
-        if self._asked is not None:
-            self._read(self._asked)
-            self._asked = None
+        if self._query is not None:
+            self._read(self._query)
+            self._query = None
         id = call.columns["id"]
         if self._others.get(id, call.attempt) != call.attempt:
             raise Conflict(
@@ -224,8 +224,8 @@ class TokenTree:
         self._conn.executemany(SQL["add_transition"], self._rows.values())
         self._rows = {}
 
-    def _read(self, found: Cursor) -> None:
-        for row in sorted(found.fetchall(), key=lambda row: int(row["seq"])):
+    def _read(self, result: Cursor) -> None:
+        for row in sorted(result.fetchall(), key=lambda row: int(row["seq"])):
             id, attempt, late = row["id"], row["attempt_id"], bool(row["late"])
             self._others[id] = attempt
             if (calls := self.calls.get(attempt)) is not None:

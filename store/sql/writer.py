@@ -4,8 +4,8 @@ The one invariant: **a posted verb waits in the queue, is in the group that the 
 is answered; and it is answered only after the transaction with its changes is committed.** The rest
 follows:
 
-  * Only the thread uses the session. A group is all that waits, in the order of posting, up to
-    `MAX_GROUP_VERBS`; calls of a `Bulk` verb are merged at the group's end.
+  * Only the thread uses the session. A group is all verbs that wait, in the order of posting, up to
+  `MAX_GROUP_VERBS`; calls of a `Bulk` verb are merged at the group's end.
   * Nothing enters the queue after the end of the thread: `post`, `close` and a failure decide under
     one lock. So no verb waits for ever, and `close` returns after the last answer.
   * A refused verb stores nothing and does not affect the others: the transaction is rolled back and
@@ -115,8 +115,8 @@ class Transaction:
             (run, group, self.conn.ask(SQL["shrink_group"], {"n": n, "group": group}))
             for (run, group), n in sorted(self.ended.items())
         ]
-        for run, group, found in shrunk:
-            row = found.fetchone()
+        for run, group, result in shrunk:
+            row = result.fetchone()
             if row["state"] == "settled":
                 if row["purpose"] == Purpose.TRAIN:
                     self.add_counts(run, groups_open=-1, groups_settled=1)
@@ -141,8 +141,8 @@ WriteVerb = Callable[[Transaction], T]
 
 @dataclass(frozen=True, slots=True)
 class Bulk(Generic[Item, T]):
-    """A verb over a list with a result for each item; the writer merges the calls of a group. They
-    are concurrent, hence their order is arbitrary."""
+    """A verb over a list with a result for each item. The writer merges the calls of a group, which
+    are concurrent, so their order is arbitrary."""
 
     change: Callable[[Transaction, Sequence[Item]], list[T]]
     items: Sequence[Item]
@@ -196,7 +196,7 @@ class Writer:
         self._closed = False
         self._failure: BaseException | None = None  # the error that ended the writer
         self._stalled = False  # the previous transaction took long
-        self._known = KnownAttempts()
+        self._attempt_cache = KnownAttempts()
         self._notices = _Notices()
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
@@ -234,20 +234,20 @@ class Writer:
         except BaseException as error:  # noqa: BLE001 - otherwise callers would wait
             with self._lock:
                 self._failure = error
-                left = [*group, *self._queued()]
-            resolve((job.future, self._ended(error)) for job in left if job is not None)
+                unanswered = [*group, *self._queued()]
+            resolve((job.future, self._ended(error)) for job in unanswered if job is not None)
         finally:
             self._session.close()  # ends a transaction that failed, which blocks other processes
 
     def _next_group(self) -> tuple[list[_Job], bool]:
-        """Wait for verbs, not longer than until others must be notified. Return those that are
-        queued, and whether the store is closed and they are the last."""
-        found: list[_Job | None] = []
+        """Wait for verbs, but no longer than until others must be notified. Return the queued ones,
+        and whether the store is closed and they are the last."""
+        taken: list[_Job | None] = []
         with suppress(Empty):
             wait = self._notices.wait() if self._notices.owed else None
-            found.append(self._jobs.get(timeout=wait))
-            found += islice(self._queued(), MAX_GROUP_VERBS - 1)
-        return [job for job in found if job is not None], None in found
+            taken.append(self._jobs.get(timeout=wait))
+            taken += islice(self._queued(), MAX_GROUP_VERBS - 1)
+        return [job for job in taken if job is not None], None in taken
 
     def _queued(self) -> Iterator[_Job | None]:
         with suppress(Empty):
@@ -313,14 +313,14 @@ class Writer:
     ) -> int:
         """Run verbs in a transaction that has begun, and commit it. begun: its time, as returned by
         `begin`; since: when its group was taken, by the monotonic clock."""
-        group = Transaction(self._session.conn, begun, self._known)
+        group = Transaction(self._session.conn, begun, self._attempt_cache)
         if self._stalled or time.monotonic() - since > STALL:
             group.extend_leases()
         run(jobs, group)
         group.write()
         due = self._notices.due(group.topics)
         self._session.commit(due)
-        self._known.keep(group.seen)
+        self._attempt_cache.keep(group.seen)
         self._notices.sent(due, group.topics)
         self._stalled = time.monotonic() - since > STALL
         return group.topics
@@ -333,9 +333,9 @@ class Writer:
                 bulks[job.verb.change].append(job)
             else:
                 job.result = job.verb(tx)
-        for change, some in bulks.items():
-            results = iter(change(tx, [item for job in some for item in job.verb.items]))
-            for job in some:
+        for change, merged in bulks.items():
+            results = iter(change(tx, [item for job in merged for item in job.verb.items]))
+            for job in merged:
                 job.result = list(islice(results, len(job.verb.items)))
 
     def _run_each_alone(self, jobs: list[_Job], group: Transaction) -> None:

@@ -39,13 +39,13 @@ class PendingRequest:
         """Yield (index of the completion, new tokens) until all are finished.
 
         Raises RequestError if the engine fails one."""
-        left = len(self.calls)
-        while left:
+        unfinished = len(self.calls)
+        while unfinished:
             index, update = await self.updates.get()
             if update.finish == "error":
                 ended = update.error == CLOSED or update.error.startswith(ENDED)
                 raise RequestError(update.error, status=503 if ended else 500)
-            left -= update.finish is not None
+            unfinished -= update.finish is not None
             yield index, update
 
 
@@ -161,8 +161,8 @@ class Admission:
         if policy not in self.versions:
             raise RequestError(f"policy {policy!r} is no longer served", status=404)
         pending = PendingRequest(self.versions[policy])
-        seen = prompt if isinstance(prompt, ReadPrompt) else None
-        tokens = np.asarray(prompt if seen is None else seen.read, np.int32)
+        with_images = prompt if isinstance(prompt, ReadPrompt) else None
+        tokens = np.asarray(prompt if with_images is None else with_images.read, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
             call = GenerationRequest(
@@ -175,7 +175,7 @@ class Admission:
                 stop=ends.check(self._codec),
                 ignore_eos=ends.ignore_eos,
                 top=top,
-                rotary=None if seen is None else seen.rotary,
+                rotary=None if with_images is None else with_images.rotary,
             )
             pending.calls.append(call)
         self.requests.begin(n)
@@ -206,11 +206,11 @@ class Admission:
         """The error of a prompt of this size, which leaves no room to answer."""
         longest = self.engine.max_context
         model = self.engine.model
-        own = longest in (context_length(model), longrope_threshold(model))
+        is_limit = longest in (context_length(model), longrope_threshold(model))
         return RequestError(
             f"the model's context is {longest} tokens, and the prompt of {size} "
             "leaves no room to answer; shorten the messages or "
-            + ("use a model with a longer context" if own else "raise engine.max_context"),
+            + ("use a model with a longer context" if is_limit else "raise engine.max_context"),
             param="messages",
             code="context_length_exceeded",
         )

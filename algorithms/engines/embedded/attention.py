@@ -299,8 +299,8 @@ class KVPool(Cache):  # type: ignore[misc]
 def cache_argument(model: torch.nn.Module) -> str:
     """The argument of a model's forward that is its cache, which transformers 5.24 has renamed."""
     network: Any = model
-    known = signature(network.base_model.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"
+    parameters = signature(network.base_model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 class RowTable:
@@ -396,9 +396,9 @@ class RowTable:
         last = self.n
         if row != last:
             pool.copy(last, row, int(self.length[last]))
-            known = self.known[last]
-            self.tokens[row, :known] = self.tokens[last, :known]
-            self.logprobs[row, :known] = self.logprobs[last, :known]
+            size = self.known[last]
+            self.tokens[row, :size] = self.tokens[last, :size]
+            self.logprobs[row, :size] = self.logprobs[last, :size]
             for column in self._columns:
                 column[row] = column[last]
         lists: tuple[list[Any], ...] = (self.calls, self.spans, self.top_logprobs)

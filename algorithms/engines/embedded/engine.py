@@ -91,7 +91,9 @@ def top_logprobs(
     logprobs = torch.log_softmax(_scaled(logits_BV, temperature), dim=-1, dtype=torch.float32)
     values, tokens = logprobs.topk(int(top.max()), dim=-1)
     rows = zip(tokens.tolist(), values.clamp(min=IMPOSSIBLE).tolist(), top.tolist(), strict=True)
-    return [list(zip(ids, found, strict=True))[:count] for ids, found, count in rows]
+    return [
+        list(zip(ids, logprobs_of_row, strict=True))[:count] for ids, logprobs_of_row, count in rows
+    ]
 
 
 def _scaled(logits_BV: Tensor, temperature: Floats) -> Tensor:
@@ -105,9 +107,9 @@ def _scaled(logits_BV: Tensor, temperature: Floats) -> Tensor:
 def _inverse(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Each row's token at which its cumulative weights pass this share of their sum, int64 [B]."""
     device, vocabulary = weights_BV.device, weights_BV.shape[-1]
-    whole = vocabulary // BLOCK * BLOCK
-    sums = weights_BV[:, :whole].reshape(len(weights_BV), -1, BLOCK).sum(-1)
-    blocks = torch.cat([sums, weights_BV[:, whole:].sum(-1, keepdim=True)], -1)
+    covered = vocabulary // BLOCK * BLOCK
+    sums = weights_BV[:, :covered].reshape(len(weights_BV), -1, BLOCK).sum(-1)
+    blocks = torch.cat([sums, weights_BV[:, covered:].sum(-1, keepdim=True)], -1)
     block, share = _passed(blocks, uniform_B.to(device)[:, None])
     places = block * BLOCK + torch.arange(BLOCK, device=device)
     inside = weights_BV.gather(1, places.clamp(max=vocabulary - 1))
@@ -181,20 +183,20 @@ class PlainForward:
     ) -> Tensor:
         """[n, V]. adapted: context that applies to each token the adapter of its policy."""
         running = rows.calls
-        kept = {call: cache for call, cache in self.caches.items() if call in running}
-        self.caches, found = kept, []
+        running_caches = {call: cache for call, cache in self.caches.items() if call in running}
+        self.caches, logits = running_caches, []
         for row, call in enumerate(running):
-            known = int(rows.known[row])
+            total = int(rows.known[row])
             # The cache of a row with dropped keys was computed with older weights.
             before, cache = self.caches.get(call, (0, None)) if rows.length[row] else (0, None)
-            tokens = torch.from_numpy(rows.tokens[row, before:known].astype(np.int64))[None]
-            with adapted(np.full(known - before, rows.policy[row])):
+            tokens = torch.from_numpy(rows.tokens[row, before:total].astype(np.int64))[None]
+            with adapted(np.full(total - before, rows.policy[row])):
                 output, cache = self._call(tokens, cache, before)
-            found.append(output[0, -1])
+            logits.append(output[0, -1])
             if self.cached:
-                self.caches[call] = known, cache
-            rows.length[row] = known
-        return torch.stack(found)
+                self.caches[call] = total, cache
+            rows.length[row] = total
+        return torch.stack(logits)
 
     def _call(self, tokens: Tensor, cache: Any, before: int) -> tuple[Tensor, Any]:
         device = next(self.model.parameters()).device
@@ -304,10 +306,10 @@ class Engine:
         """Between two steps, `load` this version of a policy and drop its prefix cache. Running
         requests continue with the new weights, and recompute their keys. Returns the seconds for
         which the engine paused."""
-        done: Future[float] = Future()
-        if not self._queue(lambda: self._swap(done, policy, version, load)):
-            done.set_exception(PolicyError(self.ending))
-        return done
+        paused: Future[float] = Future()
+        if not self._queue(lambda: self._swap(paused, policy, version, load)):
+            paused.set_exception(PolicyError(self.ending))
+        return paused
 
     def retire(self, policy: int) -> None:
         """Drop a policy once its last request has ended. No more may be submitted for it."""
@@ -400,8 +402,10 @@ class Engine:
             uniforms(rows.seed[:n], counters),
         )
         if wanted := np.flatnonzero(rows.top[:n]).tolist():
-            found = top_logprobs(logits[wanted], rows.temperature[wanted], rows.top[wanted])
-            for row, top in zip(wanted, found, strict=True):
+            top_logprobs_n = top_logprobs(
+                logits[wanted], rows.temperature[wanted], rows.top[wanted]
+            )
+            for row, top in zip(wanted, top_logprobs_n, strict=True):
                 if rows.length[row] == rows.known[row]:  # the row's prompt is complete
                     rows.top_logprobs[row].append(top)
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
@@ -509,15 +513,15 @@ class Engine:
             self._drop_retired()
 
     def _swap(
-        self, done: Future[float], policy: int, version: int, load: Callable[[], None]
+        self, paused: Future[float], policy: int, version: int, load: Callable[[], None]
     ) -> None:
-        if not done.set_running_or_notify_cancel():  # cancelled
+        if not paused.set_running_or_notify_cancel():  # cancelled
             return
         started = time.perf_counter()
         try:
             load()
         except RuntimeError as error:
-            done.set_exception(error)
+            paused.set_exception(error)
             return
         if self.policies.get(policy) is None:  # an adapter does not change the model's weights
             products.forget(self.model)
@@ -525,7 +529,7 @@ class Engine:
                 self.inputs.changed()
         self.rows.change_version(policy, self.versions[policy], version)
         self.versions[policy] = version
-        done.set_result(time.perf_counter() - started)
+        paused.set_result(time.perf_counter() - started)
 
     def _drop_retired(self) -> None:
         busy = {*self.rows.policy[: self.rows.n].tolist(), *(call.policy for call in self.waiting)}

@@ -73,10 +73,10 @@ def prove_engine(model: PreTrainedModel) -> tuple[EngineWay, str]:
     if key not in _ways:
         with computing_with(1):
             _ways[key] = _proof(model)
-    found = _ways[key]
-    if isinstance(found, PolicyError):
-        raise found
-    return found
+    proof = _ways[key]
+    if isinstance(proof, PolicyError):
+        raise proof
+    return proof
 
 
 def _proof(model: PreTrainedModel) -> tuple[EngineWay, str] | PolicyError:
@@ -124,8 +124,8 @@ def sampling_gap(copy: PreTrainedModel, way: EngineWay) -> tuple[float, bool]:
     )
     calls = _calls(longest)
     with torch.inference_mode():
-        for each in (calls[:1], calls[1:]):  # the first call alone, then as a prefix of others
-            engine.waiting.extend(each)
+        for group in (calls[:1], calls[1:]):  # the first call alone, then as a prefix of others
+            engine.waiting.extend(group)
             while engine.waiting or engine.rows.n:
                 engine.compute_step()
     gap = 0.0
@@ -134,8 +134,8 @@ def sampling_gap(copy: PreTrainedModel, way: EngineWay) -> tuple[float, bool]:
         if update.finish == "error":
             raise PolicyError(update.error.removeprefix("the model failed: "))
         exact = _own_logprobs(copy, call.prompt.tolist(), update.tokens)
-        apart = float((torch.tensor(update.logprobs) - exact).abs().max())
-        gap = max(gap, math.inf if math.isnan(apart) else apart)
+        difference = float((torch.tensor(update.logprobs) - exact).abs().max())
+        gap = max(gap, math.inf if math.isnan(difference) else difference)
     return gap, len(answers) == len(calls)
 
 
@@ -143,8 +143,8 @@ def _calls(longest: int) -> list[GenerationRequest]:
     draw = np.random.default_rng(0)
     text = draw.integers(4, 60, 64)
     calls = []
-    for index, (shared, own) in enumerate(PROMPTS):
-        prompt = np.concatenate([text[:shared], draw.integers(4, 60, own)])
+    for index, (shared, separate) in enumerate(PROMPTS):
+        prompt = np.concatenate([text[:shared], draw.integers(4, 60, separate)])
         prompt = prompt[: longest - ANSWER // 2].astype(np.int32)
         sampling = Sampling(max_tokens=min(ANSWER, longest - len(prompt)))
         calls.append(GenerationRequest(prompt, sampling, seed=index, receive=lambda update: None))
@@ -155,5 +155,5 @@ def _calls(longest: int) -> list[GenerationRequest]:
 def _own_logprobs(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *answer]])
     logprobs = model(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
-    found: Tensor = logprobs[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return found
+    of_answer: Tensor = logprobs[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return of_answer

@@ -68,13 +68,13 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _reported: set[str] = set()
 
 
-def check_fields(raw: bytes, known: tuple[str, ...]) -> None:
+def check_fields(raw: bytes, supported: tuple[str, ...]) -> None:
     """Raise RequestError for a field that would change the answer but is not supported. raw: a JSON
-    object. known: the supported fields."""
+    object. supported: names of the supported fields."""
     for name, value in _fields.decode(raw).items():
         if name in REFUSED:
             _check(name, msgspec.json.decode(value))
-        elif name not in known and name not in HARMLESS and name not in _reported:
+        elif name not in supported and name not in HARMLESS and name not in _reported:
             _reported.add(name)
             log.warning("the embedded server ignores the field %r of requests", name)
 
@@ -287,18 +287,18 @@ class ResponseFormat:
     def _logprobs(self, update: TokenUpdate, offset: int) -> ChatLogprobs | TextLogprobs:
         tokens = [self.codec.token(token) for token in update.tokens]
         top = update.top or [[]] * len(tokens)
-        found = list(zip(tokens, update.logprobs, top, strict=True))
+        positions = list(zip(tokens, update.logprobs, top, strict=True))
         if self.chat:
             return ChatLogprobs(
                 [
-                    TokenLogprob(text, p, raw, [self._top(*one) for one in likely])
-                    for (text, raw), p, likely in found
+                    TokenLogprob(text, p, raw, [self._top(*candidate) for candidate in likely])
+                    for (text, raw), p, likely in positions
                 ]
             )
         texts = [text for text, _ in tokens]
         top_logprobs = [
             {self.codec.token(token)[0]: q for token, q in reversed(likely)} | {text: p}
-            for (text, _), p, likely in found
+            for (text, _), p, likely in positions
         ]
         starts = accumulate(map(len, texts[:-1]), initial=offset) if texts else ()
         return TextLogprobs(

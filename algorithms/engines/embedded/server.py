@@ -142,13 +142,14 @@ class Routes:
         self,
         request: web.Request,
         decoder: msgspec.json.Decoder[RequestBody],
-        known: tuple[str, ...] = (),
+        supported: tuple[str, ...] = (),
     ) -> RequestBody:
-        """Read the body of a request. known: the supported fields; empty: do not check fields."""
+        """Read the body of a request. supported: names of the fields; empty: do not check
+        fields."""
         raw = await read_body(request)
         body: RequestBody = await self._aside(len(raw), _decode, raw, decoder)
-        if known:
-            await self._aside(len(raw), check_fields, raw, known)
+        if supported:
+            await self._aside(len(raw), check_fields, raw, supported)
         return body
 
     async def _aside(self, size: int, work: Callable[..., T], *arguments: object) -> T:
@@ -214,8 +215,8 @@ class Routes:
                 return await self._stream(request, pending, form, bool(options.include_usage))
             updates = {index: update async for index, update in pending}
         version = updates[0].spans[0][1] if updates[0].spans else pending.version
-        whole = form.whole([updates[index] for index in range(n)], version)
-        return _json(whole, headers={VERSION_HEADER: str(version)})
+        response = form.whole([updates[index] for index in range(n)], version)
+        return _json(response, headers={VERSION_HEADER: str(version)})
 
     def _policy(self, model: str | None) -> str:
         """The policy for a request's model name. If a single one is served, any name selects it, so
@@ -373,7 +374,7 @@ class EmbeddedServer:
         self._host, self._port, self._access = host, port, access
         self._http = LoopThread("policy-http")
         policies: dict[str, str | None] = {name: None}
-        policies |= {each: each for each in (adapters.names if adapters else ())}
+        policies |= {adapter: adapter for adapter in (adapters.names if adapters else ())}
         engine = Engine(
             model,
             eos=end_tokens(model, tokenizer),
@@ -425,9 +426,9 @@ class EmbeddedServer:
 
     async def wait_for_failure(self) -> PolicyError:
         blind, failure = self._chat.blind, self._admission.engine.failure
-        both = [asyncio.wrap_future(one) for one in (blind, failure)]
+        futures = [asyncio.wrap_future(future) for future in (blind, failure)]
         # Both may be set even if this is cancelled.
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if blind.done():
             return PolicyError(
                 f"{blind.result()}. Then start over: the same command with --fresh, if it has this"
@@ -459,25 +460,25 @@ class EmbeddedServer:
         return self._admission.pauses
 
     def _load(self) -> None:
-        (own, _), (learned, _) = self._copy, self._learned
-        for target, source in zip(own.parameters(), learned.parameters(), strict=True):
+        (served, _), (learned, _) = self._copy, self._learned
+        for target, source in zip(served.parameters(), learned.parameters(), strict=True):
             target.copy_(source)
 
     def _open_adapter(self, policy: str) -> str:
-        (_, own), (_, learned) = self._copy, self._learned
-        assert own is not None
+        (_, served), (_, learned) = self._copy, self._learned
+        assert served is not None
         assert learned is not None
         name = f"{policy}#{next(self._numbers)}"
-        own.duplicate(name, learned, policy)
+        served.duplicate(name, learned, policy)
         self._opened.add(name)
         return name
 
     def _close_adapter(self, adapter: str | None) -> None:
         """Unload an adapter of the copy that no request uses any more."""
-        (_, own), opened = self._copy, self._opened
-        if own is not None and adapter in opened:
+        (_, served), opened = self._copy, self._opened
+        if served is not None and adapter in opened:
             opened.remove(adapter)
-            self._opener.submit(own.close, adapter)
+            self._opener.submit(served.close, adapter)
 
     async def _listen(self) -> None:
         self._runner, url = await listen(

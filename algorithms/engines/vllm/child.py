@@ -70,8 +70,10 @@ class HoldMiddleware:
             await answer(send, 404)
 
     def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-        return self._callers.allows(given_key(given))
+        decoded = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()
+        }
+        return self._callers.allows(given_key(decoded))
 
     async def _handle_control(
         self, scope: MutableMapping[str, Any], receive: Receive, send: Send

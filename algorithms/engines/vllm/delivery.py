@@ -119,8 +119,8 @@ class WeightDelivery:
             try:
                 await self._load(policy, server, pauses=pauses)
             except LostError:
-                left = self._host.servers
-                if not server or server in left or not left:
+                remaining = self._host.servers
+                if not server or server in remaining or not remaining:
                     raise
 
     async def _load(self, policy: str, server: str, *, pauses: bool) -> None:
@@ -235,8 +235,8 @@ class ParityCheck:
         compare."""
         scored = self._scored(policy, tokens)
         served = [
-            next(iter(row.values()))["logprob"] if token >= 0 else own
-            for row, token, own in zip(rows[1:], tokens[1:], scored, strict=True)
+            next(iter(row.values()))["logprob"] if token >= 0 else learner_logprob
+            for row, token, learner_logprob in zip(rows[1:], tokens[1:], scored, strict=True)
         ]
         gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
         worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
@@ -265,5 +265,5 @@ class ParityCheck:
     def _scored(self, policy: str, tokens: list[int]) -> list[float]:
         """The learner's log-probs. Without adapters, learner and fleet name the model
         differently."""
-        whole = next(iter(self.learned.adapters), POLICY)
-        return self.learned.score(policy if self.serving.adapters else whole, tokens)
+        trained = next(iter(self.learned.adapters), POLICY)
+        return self.learned.score(policy if self.serving.adapters else trained, tokens)

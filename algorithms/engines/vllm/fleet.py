@@ -106,8 +106,8 @@ class VllmClient:
             async with asyncio.timeout(self.timeout):
                 replies = await self.host.request(method, path, body, self.server)
         except TimeoutError:
-            what = "calls in flight did not end" if path == HOLD else "no answer"
-            raise PolicyError(f"vLLM: {path}: {what} within {self.timeout:g} s") from None
+            problem = "calls in flight did not end" if path == HOLD else "no answer"
+            raise PolicyError(f"vLLM: {path}: {problem} within {self.timeout:g} s") from None
         for status, answer in replies:
             if status != 200 and not (missing and status == 404):
                 reason = f"{path}: {status} {answer[:300].decode(errors='replace')}"
@@ -133,17 +133,17 @@ class ServerCapabilities:
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
     """Detect the capabilities. Raises PolicyError for different models, or no weight updates."""
     servers = [await _probe(http, url) for url in urls]
-    names = [each.name for each in servers]
+    names = [server.name for server in servers]
     if len(set(names)) != 1:
         raise PolicyError(
             f"engine.vllm.urls: they serve different models ({', '.join(names)}); start them "
             "with the same --served-model-name"
         )
-    backends = {each.backend for each in servers}
+    backends = {server.backend for server in servers}
     return ServerCapabilities(
         names[0],
-        all(each.adapters for each in servers),
-        all(each.spans for each in servers),
+        all(server.adapters for server in servers),
+        all(server.spans for server in servers),
         backends.pop() if len(backends) == 1 else "",
     )
 
@@ -373,7 +373,7 @@ class VllmFleet:
 
     def _open(self) -> dict[str, _Server]:
         """The servers that calls may go to."""
-        return {url: each for url, each in self._busy.items() if each.versions is not None}
+        return {url: server for url, server in self._busy.items() if server.versions is not None}
 
     async def _shut(self) -> None:
         if self._runner is not None:
@@ -409,8 +409,8 @@ class VllmFleet:
         urls = [server] if server else list(self._busy)
         if path == CLOSE or path.startswith(f"{OPEN}?"):
             versions = None if path == CLOSE else parse_versions(path.removeprefix(f"{OPEN}?"))
-            for each in self._busy.keys() & set(urls):
-                self._busy[each].versions = versions
+            for target in self._busy.keys() & set(urls):
+                self._busy[target].versions = versions
             (self._requests.release if self._open() else self._requests.close)()
             return []
         results = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
@@ -452,8 +452,8 @@ class VllmFleet:
         self, request: web.Request, url: str, body: bytes, version: int | None
     ) -> web.StreamResponse:
         assert self._session is not None
-        left = HOP | {VERSION_HEADER}
-        sent = {k: v for k, v in request.headers.items() if k.lower() not in left}
+        dropped_headers = HOP | {VERSION_HEADER}
+        sent = {k: v for k, v in request.headers.items() if k.lower() not in dropped_headers}
         stamp = {} if version is None else {VERSION_HEADER: str(version)}
         answer: web.StreamResponse | None = None
         try:
@@ -487,14 +487,14 @@ class VllmFleet:
 
 async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
     """The first healthy server. Raises the error of the last check if there is none."""
-    checks = left = {asyncio.ensure_future(each) for each in healthy}
+    checks = pending = {asyncio.ensure_future(check) for check in healthy}
     try:
         while True:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                if each.exception() is None or not left:
-                    return each.result()
+            finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for check in finished:
+                if check.exception() is None or not pending:
+                    return check.result()
     finally:
-        for each in left:
-            each.cancel()
+        for check in pending:
+            check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)

@@ -310,12 +310,14 @@ class SpanMiddleware:
             stream = any(value.startswith(b"text/event-stream") for _, value in start["headers"])
             if message.get("more_body") and not stream:
                 return
-            whole, body = _completed(body, call), b""
+            completed, body = _completed(body, call), b""
             if start.pop("type", None):
                 length = b"content-length"
-                sized = [(k, b"%d" % len(whole) if k == length else v) for k, v in start["headers"]]
+                sized = [
+                    (k, b"%d" % len(completed) if k == length else v) for k, v in start["headers"]
+                ]
                 await send({**start, "type": "http.response.start", "headers": sized})
-            await send({**message, "body": whole})
+            await send({**message, "body": completed})
 
         self._watch(scope["app"].state.engine_client)
         self._calls[id] = call

@@ -437,7 +437,7 @@ def _trained_model(
 
         return saved
 
-    whole = TrainedModel(
+    trained = TrainedModel(
         save=complete(model.save_pretrained),
         weights=lambda: checkpoint_weights(model, model.state_dict()),
         save_tokenizer=tokenizer.save_pretrained,
@@ -447,10 +447,10 @@ def _trained_model(
         gpu=(model.device.index or 0) if model.device.type == "cuda" else -1,
     )
     if adapters is None:
-        return whole
+        return trained
     first = adapters.names[0]
     return dataclasses.replace(
-        whole,
+        trained,
         save=complete(lambda directory: adapters.merge(first, directory)),
         weights=lambda: checkpoint_weights(model, adapters.merged(first)),
         adapters=adapters.names,
@@ -476,5 +476,5 @@ def _logprobs_of_text(model: Any, tokens: Sequence[int]) -> list[float]:
     (pack,) = pack_rows([actions], "rows", len(tokens))
     scores = torch.zeros(len(tokens) - 1)
     scores[text - 1] = forward_logprobs(model, pack).float().cpu()
-    found: list[float] = scores.tolist()
-    return found
+    logprobs: list[float] = scores.tolist()
+    return logprobs

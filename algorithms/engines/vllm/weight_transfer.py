@@ -114,11 +114,11 @@ class TransferClient:
     ) -> None:
         """worlds: number of workers of each server. loop: sends the requests."""
         self._servers, self._worlds, self._loop = servers, worlds, loop
-        self._left = False
+        self._stopped = False
 
     def leave(self) -> None:
         """Stop sending requests, so that a late transfer does not disturb the next one."""
-        self._left = True
+        self._stopped = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Number the workers of all servers consecutively as ranks."""
@@ -126,8 +126,10 @@ class TransferClient:
         async def join() -> None:
             offset, joining = init_info.get("rank_offset", 0), []
             for url, size in zip(self._servers.urls, self._worlds, strict=True):
-                own = init_info | ({"rank_offset": offset} if "rank_offset" in init_info else {})
-                joining.append(self._servers.ask(url, "POST", INIT, {"init_info": own}))
+                server_info = init_info | (
+                    {"rank_offset": offset} if "rank_offset" in init_info else {}
+                )
+                joining.append(self._servers.ask(url, "POST", INIT, {"init_info": server_info}))
                 offset += size
             await asyncio.gather(*joining)
 
@@ -148,7 +150,7 @@ class TransferClient:
         self._wait(self._servers.post(FINISH))
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._left:
+        if self._stopped:
             work.close()
             raise CancelledError
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -172,9 +174,9 @@ def rendezvous(url: str) -> tuple[str, int]:
     """The address of this machine as seen by a server, and a free port."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
-    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, address_of_server = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as towards:
-        towards.connect(there)  # sends nothing
+        towards.connect(address_of_server)  # sends nothing
         address: str = towards.getsockname()[0]
     with socket.create_server((address, 0), family=family) as listener:
         return address, int(listener.getsockname()[1])

@@ -63,7 +63,7 @@ class NewestWeights:
         seconds for a transfer."""
         self.serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._learned, self._host, self._folder = learned, host, folder
-        self._asked, self._timeout = method, timeout
+        self._requested_method, self._timeout = method, timeout
         self._method = ""  # the chosen one
         self._sync: WeightSync | None = None
         self._failed: dict[str, str] = {}  # method -> reason
@@ -109,11 +109,15 @@ class NewestWeights:
             alone=self._host.gpus == 1,
             failed=self._failed,
         )
-        return choose_sync(self._asked, capabilities)
+        return choose_sync(self._requested_method, capabilities)
 
     def allows_another(self, error: Exception) -> bool:
         """Whether `prepare` may choose another method after the first transfer failed."""
-        if self._asked != "auto" or self._method == "reload" or len(self.serving.versions) > 1:
+        if (
+            self._requested_method != "auto"
+            or self._method == "reload"
+            or len(self.serving.versions) > 1
+        ):
             return False
         self._sent.close()
         self._failed[self._method] = f"it failed here ({error})"
@@ -189,8 +193,8 @@ class AdapterSync(WeightSync):
     async def drop(self, used: Collection[str], servers: VllmClient) -> None:
         """Unload versions that are neither current nor in use, and delete their files."""
         assert self._serving is not None, "prepare() comes first"
-        kept = {*used, *map(self._serving.name, self._serving.versions)}
-        for name in self._files.keys() - kept:
+        needed = {*used, *map(self._serving.name, self._serving.versions)}
+        for name in self._files.keys() - needed:
             await servers.post(UNLOAD, {"lora_name": name}, missing=True)
             del self._files[name]
         for old in self._folder.glob("adapter-*"):
@@ -292,18 +296,18 @@ class SyncCapabilities:
     failed: Mapping[str, str] = field(default_factory=dict)  # methods tried before -> reason
 
 
-def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
+def choose_sync(requested: str, can: SyncCapabilities) -> tuple[str, str]:
     """Choose the method that sends new weights; returns it and the reason.
 
-    asked: `engine.vllm.sync`. Raises PolicyError if that method is impossible."""
+    requested: `engine.vllm.sync`. Raises PolicyError if that method is impossible."""
     reasons = _impossible(can)
-    if asked == "auto":
+    if requested == "auto":
         passed = list(takewhile(lambda item: item[1], reasons.items()))
         why = "; ".join(f"not {method}: {reason}" for method, reason in passed)
         return list(reasons)[len(passed)], why or "it is the fastest"
-    if reasons[asked]:
-        raise PolicyError(f"engine.vllm.sync = {asked!r}: {reasons[asked]}; choose another")
-    return asked, f"engine.vllm.sync = {asked!r}"
+    if reasons[requested]:
+        raise PolicyError(f"engine.vllm.sync = {requested!r}: {reasons[requested]}; choose another")
+    return requested, f"engine.vllm.sync = {requested!r}"
 
 
 def _impossible(can: SyncCapabilities) -> dict[str, str]:

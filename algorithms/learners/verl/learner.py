@@ -170,17 +170,19 @@ class VerlWorkers:
         """Wait for the GPUs of a run that has just ended; verl itself would wait forever."""
         import ray
 
-        each = placed["gpus_per_node"]
+        per_node = placed["gpus_per_node"]
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are asked for, and "
-        if sum(int(node.get("GPU", 0)) // each for node in alive) < placed["nodes"]:
+        request = f"learner.verl: {placed['nodes']} nodes with {per_node} GPUs are asked for, and "
+        if sum(int(node.get("GPU", 0)) // per_node for node in alive) < placed["nodes"]:
             has = ", ".join(str(int(node.get("GPU", 0))) for node in alive)
-            raise ConfigError(f"{asked}Ray's nodes have {has}; lower them or add nodes to it")
+            raise ConfigError(f"{request}Ray's nodes have {has}; lower them or add nodes to it")
         until = time.monotonic() + min(self.timeout, FREE_WITHIN)
         while ray.available_resources().get("GPU", 0) < self.ranks:
             if time.monotonic() > until:
                 free = int(ray.available_resources().get("GPU", 0))
-                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others' end")
+                raise ConfigError(
+                    f"{request}Ray has {free} that are free; wait for the others' end"
+                )
             time.sleep(0.2)
 
 
@@ -358,13 +360,13 @@ class VerlLearner(PolicyWeights):
             return
         self._save_optimizer("current", self.parameters(), directory)
         if self.critic is not None:
-            own, file = dict(self.critic.named_parameters()), directory / CRITIC
+            parameters, file = dict(self.critic.named_parameters()), directory / CRITIC
             file.parent.mkdir(exist_ok=True)
-            self._save_weights("values", own, file)
-            self._save_optimizer("values", own, file.parent)
+            self._save_weights("values", parameters, file)
+            self._save_optimizer("values", parameters, file.parent)
         if self._follows():
-            own = dict(self.model.named_parameters())
-            self._save_weights("reference", own, directory / REFERENCE)
+            parameters = dict(self.model.named_parameters())
+            self._save_weights("reference", parameters, directory / REFERENCE)
 
     def load(self, directory: Path) -> None:
         if self.strategy != FSDP2:
@@ -373,8 +375,8 @@ class VerlLearner(PolicyWeights):
         state = read_state(directory, self.parameters(), "adamw")
         parts = [("current", self.read_policy(directory), state)]
         if self.critic is not None:
-            own, file = dict(self.critic.named_parameters()), directory / CRITIC
-            state = read_state(file.parent, own, "adamw")
+            parameters, file = dict(self.critic.named_parameters()), directory / CRITIC
+            state = read_state(file.parent, parameters, "adamw")
             parts.append(("values", read_weights(self.critic, file), state))
         if self._follows():
             parts.append(("reference", read_weights(self.model, directory / REFERENCE), {}))
@@ -406,18 +408,22 @@ class VerlLearner(PolicyWeights):
         else:
             self.adapters.restore(self.policy, weights)
 
-    def _save_weights(self, of: str, own: Mapping[str, Tensor], file: Path) -> None:
+    def _save_weights(self, of: str, parameters: Mapping[str, Tensor], file: Path) -> None:
         weights = self.workers.all("weights", of)[0]
-        save_file({name: weights[name].to(p.dtype).contiguous() for name, p in own.items()}, file)
+        save_file(
+            {name: weights[name].to(p.dtype).contiguous() for name, p in parameters.items()}, file
+        )
 
-    def _save_optimizer(self, of: str, own: Mapping[str, Tensor], directory: Path) -> None:
+    def _save_optimizer(self, of: str, parameters: Mapping[str, Tensor], directory: Path) -> None:
         moments = self.workers.all("moments", of)[0]
-        tensors = {key: value for key, value in moments.items() if key.rpartition("/")[0] in own}
-        narrow = [name for name, parameter in own.items() if parameter.dtype in NARROW]
+        tensors = {
+            key: value for key, value in moments.items() if key.rpartition("/")[0] in parameters
+        }
+        narrow = [name for name, parameter in parameters.items() if parameter.dtype in NARROW]
         weights = self.workers.all("weights", of)[0] if narrow else {}
         tensors |= {f"{name}/{MASTER}": weights[name] for name in narrow}
         tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_state(tensors, own, "adamw", directory)
+        save_state(tensors, parameters, "adamw", directory)
 
     def _restore(self, of: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Send weights (the master weights if there are any) and moments to the workers."""
@@ -425,27 +431,33 @@ class VerlLearner(PolicyWeights):
         masters = {
             key.rpartition("/")[0]: value for key, value in state.items() if key not in moments
         }
-        found = {**weights, **masters}
+        weights_by_name = {**weights, **masters}
         if of in ("current", "reference") and self.adapters is None:
             # Tied weights are one parameter with two names; master weights and the reference's file
             # contain only the first.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
-            own = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
-            found = {name: found[source] for name, source in own.items() if source in found}
-        whole = {name: tensor.detach().float() for name, tensor in found.items()}
-        rest: list[dict[str, Tensor]] = [{}] * (self.workers.ranks - 1)
-        every = self.workers.ranks
+            tied_names = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
+            weights_by_name = {
+                name: weights_by_name[source]
+                for name, source in tied_names.items()
+                if source in weights_by_name
+            }
+        full = {name: tensor.detach().float() for name, tensor in weights_by_name.items()}
+        empty: list[dict[str, Tensor]] = [{}] * (self.workers.ranks - 1)
+        ranks = self.workers.ranks
         self.workers.each(
-            "restore", [of] * every, [whole, *rest], [moments, *rest], [bool(moments)] * every
+            "restore", [of] * ranks, [full, *empty], [moments, *empty], [bool(moments)] * ranks
         )
 
-    def _each(self, verb: str, shards: Sequence[Any], *rest: Any) -> list[Any]:
+    def _each(self, verb: str, shards: Sequence[Any], *shared: Any) -> list[Any]:
         """Call a method on every rank with its shard; returns one result per shard."""
         spread = [shards[number] for number, _ in self.layout]
-        same = ([value] * len(spread) for value in rest)
+        same = ([value] * len(spread) for value in shared)
         answers = zip(self.layout, self.workers.each(verb, spread, *same), strict=True)
-        found = {number: answer for (number, answers_for_it), answer in answers if answers_for_it}
-        return [found[number] for number in range(len(shards))]
+        by_shard = {
+            number: answer for (number, answers_for_it), answer in answers if answers_for_it
+        }
+        return [by_shard[number] for number in range(len(shards))]
 
     def _shards(self, batch: Batch) -> list[Shard]:
         return shards_of(batch, 1 + max(number for number, _ in self.layout), self.token_budget)
@@ -465,9 +477,9 @@ def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict 
 def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Aggregate metrics over ranks: maximum of a peak, mean of others."""
     return {
-        name: max(found) if "peak" in name else sum(found) / len(found)
+        name: max(values) if "peak" in name else sum(values) / len(values)
         for name in ranks[0]
-        if (found := [each[name] for each in ranks if name in each])
+        if (values := [rank[name] for rank in ranks if name in rank])
     }
 
 
@@ -502,7 +514,7 @@ def verl_learner(
 def _check_vocabulary(key: str, name: str, tokenizer: Tokenizer) -> None:
     """Raise PolicyError unless the model `name` has the policy's vocabulary."""
     try:
-        own = AutoTokenizer.from_pretrained(name)
+        its_tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise PolicyError(f"{key} = {name!r}: cannot be loaded: {one_line(str(error))}") from None
-    check_vocabulary(key, name, own, tokenizer)
+    check_vocabulary(key, name, its_tokenizer, tokenizer)

@@ -82,7 +82,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "clip_grad": config.algorithm.max_grad_norm,
         "lr": config.algorithm.lr,  # learning rate of the first step; each step passes its own
     } | OPTIMIZERS[strategy]
-    known: VerlSettings = {
+    merged: VerlSettings = {
         "ray": {key: getattr(verl, key) for key in RAY},
         "model": decoder | (adapter if lora.rank else {}),
         "engine": {
@@ -98,7 +98,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
         "optimizer": optimizer,
         "critic": _critic(config, decoder, optimizer),
     }
-    return _with_options(known, verl)
+    return _with_options(merged, verl)
 
 
 def _own(config: RunConfig) -> VerlConfig:
@@ -108,26 +108,26 @@ def _own(config: RunConfig) -> VerlConfig:
 
 def _strategy(verl: VerlConfig) -> str:
     """verl's engine. Raises ConfigError for an unknown one."""
-    found = verl.options.get("engine", {}).get("strategy", FSDP2)
-    if found not in (FSDP2, MEGATRON):
+    strategy = verl.options.get("engine", {}).get("strategy", FSDP2)
+    if strategy not in (FSDP2, MEGATRON):
         raise ConfigError(
-            f"learner.verl.options.engine.strategy = {found!r}: agentrl trains with {FSDP2!r} and "
-            f"{MEGATRON!r}; set one of them"
+            f"learner.verl.options.engine.strategy = {strategy!r}: agentrl trains with {FSDP2!r} "
+            f"and {MEGATRON!r}; set one of them"
         )
-    return str(found)
+    return str(strategy)
 
 
 def _sharded(narrow: str) -> dict[str, Any]:
     """Settings of FSDP2. narrow: dtype of forward and backward."""
-    kept = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    wide = {"reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     return {
         "model_dtype": "fp32",  # dtype of master weights; forward and backward use param_dtype
-        "mixed_precision": {"param_dtype": narrow, **kept},
+        "mixed_precision": {"param_dtype": narrow, **wide},
         "use_torch_compile": False,
     }
 
 
-def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
+def _with_options(merged: VerlSettings, verl: VerlConfig) -> VerlSettings:
     """Merge `learner.verl.options` into the settings. Raises ConfigError for a key of "
     "FIXED_OPTIONS."""
     for part, options in verl.options.items():
@@ -137,17 +137,17 @@ def _with_options(known: VerlSettings, verl: VerlConfig) -> VerlSettings:
                 fix = f"set {FIXED_OPTIONS[key]}" if FIXED_OPTIONS[key] else fixed
                 raise ConfigError(f"learner.verl.options.{part}.{key} is decided by agentrl; {fix}")
             # A critic has a model and an optimizer of its own, with the same options.
-            for target in (known[part], known["critic"].get(part, {})):
-                own = target.get(key)
-                target[key] = own | value if isinstance(own, dict) else value
+            for target in (merged[part], merged["critic"].get(part, {})):
+                default = target.get(key)
+                target[key] = default | value if isinstance(default, dict) else value
     ranks = verl.nodes * verl.gpus_per_node
-    shared = int(known["engine"].get(SEQUENCE_PARALLEL, 1))
-    if shared > 1 and (ranks % shared or not known["model"]["use_remove_padding"]):
+    shared = int(merged["engine"].get(SEQUENCE_PARALLEL, 1))
+    if shared > 1 and (ranks % shared or not merged["model"]["use_remove_padding"]):
         raise ConfigError(
             f"learner.verl.options.engine.{SEQUENCE_PARALLEL} = {shared}: it must divide the "
             f"{ranks} GPUs, and needs learner.verl.attention = 'flash_attention_2'"
         )
-    return known
+    return merged
 
 
 def describe_settings(config: RunConfig) -> str:
@@ -176,11 +176,11 @@ def check_installed() -> None:
         raise ConfigError(
             f"learner.kind = 'verl': {missing[0]} is not installed: {install_command('verl')}"
         )
-    found = importlib.metadata.version("verl")
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    installed = importlib.metadata.version("verl")
+    release = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
     if not VERL[0] <= release < VERL[1]:
         raise ConfigError(
-            f"learner.kind = 'verl': verl {found} is not supported; install 'verl>=0.9,<0.11'"
+            f"learner.kind = 'verl': verl {installed} is not supported; install 'verl>=0.9,<0.11'"
         )
 
 
@@ -210,8 +210,8 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     if not critic.model:
         return {}
     path = decoder["path"] if critic.model == "copy" else config.model_source(critic.model)
-    own = optimizer | {"lr": critic.lr or MODEL_LR}
-    return {"model": decoder | {"path": path}, "optimizer": own}
+    critic_optimizer = optimizer | {"lr": critic.lr or MODEL_LR}
+    return {"model": decoder | {"path": path}, "optimizer": critic_optimizer}
 
 
 def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -221,7 +221,7 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.learner.packing == "trie":
         yield "learner.packing = 'trie'", "verl has rows only"
     if _strategy(_own(config)) == MEGATRON:
-        whole = {
+        unsupported = {
             "policy.lora.rank": config.policy.lora.rank,
             "critic.model": config.critic.model,
             "reference.every": config.reference.every,
@@ -231,7 +231,7 @@ def _unsupported_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "algorithm.max_kl",
                 "the optimizer of verl's strategy = 'megatron' cannot undo a step",
             )
-        for key in (key for key, value in whole.items() if value):
+        for key in (key for key, value in unsupported.items() if value):
             yield key, "with verl's strategy = 'megatron' agentrl trains the policy's weights alone"
         if config.learner.gradient_checkpointing:
             yield (

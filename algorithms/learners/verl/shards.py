@@ -51,18 +51,18 @@ def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for turn in range(0, len(order), ranks):
         # Alternating direction, or the first rank would always get the longest row.
-        there = hands if turn // ranks % 2 == 0 else hands[::-1]
-        for hand, row in zip(there, order[turn : turn + ranks], strict=True):
+        in_turn = hands if turn // ranks % 2 == 0 else hands[::-1]
+        for hand, row in zip(in_turn, order[turn : turn + ranks], strict=True):
             hand.append(row)
     return hands
 
 
 def in_token_order(batch: Batch, shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
     """Join the shards' results for their actions, float32 [N] in token order."""
-    whole = torch.empty(batch.n_tokens)
+    joined = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):
-        whole[torch.cat(shard.index)] = part
-    return whole
+        joined[torch.cat(shard.index)] = part
+    return joined
 
 
 def _shard(dealt: Sequence[tuple[TokenRow, int]], token_budget: int) -> Shard:
@@ -82,10 +82,11 @@ def _length(row: TokenRow) -> int:
 
 
 def _temperature(row: TokenRow) -> float:
-    found = sorted(set(row.temperature.tolist()))
-    if len(found) > 1:
+    temperatures = sorted(set(row.temperature.tolist()))
+    if len(temperatures) > 1:
         raise PolicyError(
-            f"the verl learner computes a row at one temperature, and one was sampled at {found}; "
-            "set learner.kind = 'torch', or one temperature for all calls of an agent"
+            "the verl learner computes a row at one temperature, and one was sampled at "
+            f"{temperatures}; set learner.kind = 'torch', or one temperature for all calls of "
+            "an agent"
         )
-    return float(found[0]) if found else 1.0
+    return float(temperatures[0]) if temperatures else 1.0

@@ -113,9 +113,14 @@ def scoring_engine(settings: VerlSettings, path: str) -> Any:
 
 def value_engine(settings: VerlSettings) -> Any:
     """The engine of the critic: a decoder with a new head, one number initialised to 0."""
-    asked = settings["critic"]
+    settings_of_critic = settings["critic"]
     with _value_models():
-        return _open_engine("value_model", asked["model"], settings["engine"], asked["optimizer"])
+        return _open_engine(
+            "value_model",
+            settings_of_critic["model"],
+            settings["engine"],
+            settings_of_critic["optimizer"],
+        )
 
 
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
@@ -138,18 +143,18 @@ def _open_engine(
     kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> Any:
     engine_kind, optimizer_kind = CONFIGS[engine["strategy"]]
-    config, own = _verl_config(HFModelConfig, model), _verl_config(engine_kind, engine)
-    config.model_type, own.use_remove_padding = kind, config.use_remove_padding
-    made = EngineRegistry.new(
+    config, engine_config = _verl_config(HFModelConfig, model), _verl_config(engine_kind, engine)
+    config.model_type, engine_config.use_remove_padding = kind, config.use_remove_padding
+    built = EngineRegistry.new(
         model_type=kind,
         backend=engine["strategy"],
         model_config=config,
-        engine_config=own,
+        engine_config=engine_config,
         optimizer_config=_verl_config(optimizer_kind, optimizer),
         checkpoint_config=CheckpointConfig(),
     )
-    made.initialize()
-    return made
+    built.initialize()
+    return built
 
 
 def _verl_config(kind: type, options: Mapping[str, Any]) -> Any:
@@ -159,12 +164,12 @@ def _verl_config(kind: type, options: Mapping[str, Any]) -> Any:
 
 
 def _check_keys(kind: type, options: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(kind)}
+    names = {field.name for field in fields(kind)}
     for key in options:
-        if key not in known:
+        if key not in names:
             raise ConfigError(
                 f"learner.kind = 'verl': {kind.__name__} of the verl that is installed has no "
-                f"{key!r}; {nearest(key, known)} in learner.verl.options"
+                f"{key!r}; {nearest(key, names)} in learner.verl.options"
             )
 
 
@@ -243,7 +248,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             _without_dropout(engine.module)
             for group in engine.optimizer.param_groups if self.sharded and engine.optimizer else []:
                 # An adapter's base weights are frozen and have no moments.
-                group["params"] = [each for each in group["params"] if each.requires_grad]
+                group["params"] = [
+                    parameter for parameter in group["params"] if parameter.requires_grad
+                ]
 
     def layout(self) -> tuple[int, bool]:
         """(index of the shard of rows that this rank computes, whether this rank returns the
@@ -313,18 +320,18 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         if of != "values" and not self._adapted(of):
             return self._whole(of)
         options = TRAINED_STATE if self._adapted(of) else FULL_STATE
-        found: dict[str, Any] = get_model_state_dict(module, options=options)
+        state: dict[str, Any] = get_model_state_dict(module, options=options)
         return {
-            ours: found[key] for ours, key in checkpoint_names(module, of).items() if key in found
+            ours: state[key] for ours, key in checkpoint_names(module, of).items() if key in state
         }
 
     def _whole(self, of: str) -> dict[str, Tensor]:
         """All weights of an engine by verl's export, one at a time on the device."""
-        kept, (found, _) = {}, self.engines[of].get_per_tensor_param()
-        for name, weight in found:  # collective: every rank takes part
+        on_cpu, (exported, _) = {}, self.engines[of].get_per_tensor_param()
+        for name, weight in exported:  # collective: every rank takes part
             if self.rank == 0:
-                kept[name] = weight.detach().to("cpu", torch.float32, copy=True)
-        return kept
+                on_cpu[name] = weight.detach().to("cpu", torch.float32, copy=True)
+        return on_cpu
 
     def save(self, folder: str) -> None:
         """Write verl's checkpoint of the policy and its optimizer; all nodes must share the
@@ -341,11 +348,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         if not engine.optimizer.state:
             return {}
         state: Any = get_optimizer_state_dict(engine.module, engine.optimizer, options=FULL_STATE)
-        found = state.get("state", {})
+        by_parameter = state.get("state", {})
         return {
             f"{ours}/{moment}": torch.as_tensor(value)
             for ours, key in checkpoint_names(engine.module, of).items()
-            for moment, value in found.get(key, {}).items()
+            for moment, value in by_parameter.get(key, {}).items()
         }
 
     def restore(
@@ -355,9 +362,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         others empty mappings. begun: whether there are moments."""
         module, optimizer = self.engines[of].module, self.engines[of].optimizer
         keys = checkpoint_names(module, of)
-        found: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
+        renamed: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
         options = BROADCAST_PART if self._adapted(of) else BROADCAST
-        set_model_state_dict(module, found, options=options)
+        set_model_state_dict(module, renamed, options=options)
         if optimizer is None:
             return
         if not begun:
@@ -381,9 +388,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             strict=True,
         )
         with torch.no_grad():
-            for (name, own), (there, weight) in pairs:
-                assert name == there, f"{name} is not {there}"
-                own.to_local().copy_(weight.to_local())  # both are sharded in the same way
+            for (name, frozen_weight), (policy_name, weight) in pairs:
+                assert name == policy_name, f"{name} is not {policy_name}"
+                frozen_weight.to_local().copy_(
+                    weight.to_local()
+                )  # both are sharded in the same way
 
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
@@ -417,11 +426,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def _speed(self, shard: Shard, seconds: float) -> dict[str, float]:
         """throughput/tflops of the policy's update on this GPU, and throughput/mfu, the fraction of
         the GPU's peak; each only if verl knows it for this model and GPU."""
-        done, possible = self.flops_counter.estimate_flops(shard.lengths, seconds)
-        known = {"throughput/tflops": float(done)} if done else {}
-        if done and math.isfinite(possible):
-            known["throughput/mfu"] = float(done / possible)
-        return known
+        achieved, possible = self.flops_counter.estimate_flops(shard.lengths, seconds)
+        metrics = {"throughput/tflops": float(achieved)} if achieved else {}
+        if achieved and math.isfinite(possible):
+            metrics["throughput/mfu"] = float(achieved / possible)
+        return metrics
 
     def _data(self, shard: Shard, *, entropy: bool = False) -> TensorDict:
         masks, places = [], []
@@ -509,8 +518,8 @@ def _update(engine: Any, lr: float) -> float:
 
 def _of_actions(output: dict[str, Any], shard: Shard, name: str) -> Tensor:
     rows = output["model_output"][name].unbind()
-    found = [row[at.to(row.device)] for row, at in zip(rows, shard.states, strict=True)]
-    return torch.cat(found).float().cpu()
+    per_row = [row[at.to(row.device)] for row, at in zip(rows, shard.states, strict=True)]
+    return torch.cat(per_row).float().cpu()
 
 
 def _jagged(rows: list[Tensor]) -> Tensor:
@@ -520,10 +529,10 @@ def _jagged(rows: list[Tensor]) -> Tensor:
 def _without_dropout(module: Any) -> None:
     """Set dropout to 0: verl trains in training mode, where sampler and learner would disagree."""
     parts = module if isinstance(module, list) else [module]  # Megatron has stages
-    for each in chain.from_iterable(part.modules() for part in parts):
-        if isinstance(each, torch.nn.Dropout):
-            each.p = 0.0
+    for submodule in chain.from_iterable(part.modules() for part in parts):
+        if isinstance(submodule, torch.nn.Dropout):
+            submodule.p = 0.0
         # Attention layers of transformers have such a module.
-        for name, value in list(vars(each).items()):
+        for name, value in list(vars(submodule).items()):
             if name.endswith("dropout") and isinstance(value, float):
-                setattr(each, name, 0.0)
+                setattr(submodule, name, 0.0)
