@@ -61,11 +61,11 @@ def _done(request: Request) -> Any:
     if request.do == "solution":
         with explained(named, "raised in solution"):
             return made(named).solution(request.given)
-    given: Any = request.given
+    task: Any = request.given
     # An audit and `agentrl rescore` score results outside of any attempt.
     traced = tracing.install().attempt(request.attempt) if request.attempt else nullcontext()
     with traced:
-        return msgspec.to_builtins(asyncio.run(verified(named, given, request.result)))
+        return msgspec.to_builtins(asyncio.run(verified(named, task, request.result)))
 
 
 if __name__ == "__main__":
