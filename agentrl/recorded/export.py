@@ -340,7 +340,7 @@ def _feedback(trace: Trace, spans: list[Span]) -> Iterator[tuple[Reward, str]]:
 
 
 def _from_root(spans: list[Span]) -> list[Span]:
-    """Spans in an order in which each comes after its parent and the earlier ones beside it."""
+    """Spans in depth-first order: each comes after its parent and its earlier siblings."""
     below: dict[str | None, list[Span]] = {}
     for span in spans:
         below.setdefault(span.parent, []).append(span)

@@ -400,8 +400,8 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
 
 
 def _with_digests(message: Object, images: list[Image], issues: Issues) -> Object:
-    """A message with its images' digests in the place of data URLs, and without what is neither
-    text nor an image, such as the search of a server's own tool."""
+    """A message with digests of its images in place of data URLs, and without parts that are
+    neither text nor an image, such as a search by a tool of the server."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -58,7 +58,7 @@ class Look:
 
 
 async def look_at(store: Store, where: Where | None) -> Look:
-    """Count all that a store of traces has. where: which traces are good; None: the usual."""
+    """Summarise a store of traces. where: which traces are good; None: the default condition."""
     look = Look()
     contents: Counter[str] = Counter()
     groups: set[str] = set()

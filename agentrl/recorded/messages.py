@@ -364,7 +364,7 @@ def _is_shown(part: Any) -> bool:
 
 
 def content_text(content: Any) -> str:
-    """The result of a tool as text, with `[image]` in the place of images."""
+    """The result of a tool as text, with `[image]` in place of images."""
     converted = tool_content(content)
     if isinstance(converted, str):
         return converted

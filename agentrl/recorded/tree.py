@@ -149,8 +149,8 @@ def _cut_cycles(nodes: list[Node], parents: dict[str, str], issues: Issues) -> N
 
 
 def _roles(named_roles: dict[str, str], parents: dict[str, str]) -> dict[str, str]:
-    """The role of each node: its own, or that of its nearest ancestor with one; "": none. own: the
-    role that each node names itself."""
+    """The role of each node: its own, or that of its nearest ancestor with one; "": none.
+    named_roles: the role that each node names itself."""
     roles: dict[str, str] = {}
     for start in named_roles:
         at, path = start, [start]

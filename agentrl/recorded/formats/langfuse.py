@@ -75,7 +75,7 @@ def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
     roots = [
         observation for observation in observed if not _field(observation, "parent_observation_id")
     ]
-    own_root = len(roots) != 1 or not _tells_as_much(roots[0], about)
+    own_root = len(roots) != 1 or not _covers_trace(roots[0], about)
     if own_root:
         yield Node(
             trace=id,
@@ -94,7 +94,7 @@ def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
         yield from read_score({"traceId": id, **obj(score)}, issues)
 
 
-def _tells_as_much(root: Object, trace: Object) -> bool:
+def _covers_trace(root: Object, trace: Object) -> bool:
     """Whether an observation has the input and output of its trace, where the trace has them."""
     return all(
         trace.get(name) in (None, "") or parsed(trace[name]) == parsed(root.get(name))
