@@ -166,7 +166,7 @@ class Labeller:
             mark = self._admitted(trace)
         judged: dict[str, float] = {}
         if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
-            mark, judged = await self._asked(mark, trace)
+            mark, judged = await self._with_asked(mark, trace)
         mark = self._with_posted(trace.rollout, mark)
         self._ledger.learn(row.id, user_of(row), mark)
         await self._write(trace.rollout, self._weighed(row, mark), judged)
@@ -191,8 +191,8 @@ class Labeller:
         mark = Mark(ended=ended, day=_day_of(ended), digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
 
-    async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
-        """Add the signals of the verifier, the judge and of calls to the mark."""
+    async def _with_asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
+        """The mark with the signals of verifier and judge, and the judgements by call."""
         after = replies(trace.transitions)
         signals, judged = await asyncio.gather(
             self._asker.verify(trace), self._asker.judge(after, trace.rollout.id)
@@ -254,7 +254,7 @@ class Labeller:
 
 
 def _day_of(time: float) -> str:
-    """The UTC date of unix seconds. Raises OverflowError for none."""
+    """The UTC date of unix seconds. Raises OverflowError for a time out of range."""
     return datetime.fromtimestamp(time, UTC).date().isoformat()
 
 

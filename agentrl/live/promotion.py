@@ -123,7 +123,7 @@ class Decider:
         return event
 
     def _begun(self, state: LiveState, now: float) -> Event | None:
-        """The first version, or a new candidate."""
+        """The start of the first version, or of a new candidate, if there is one."""
         if (lanes := state.lanes) is None:
             first = min(state.versions, default=None)
             if first is None:
@@ -266,7 +266,7 @@ class Guard:
 
     def __init__(self, store: Store, settings: GuardConfig) -> None:
         self._store, self._settings = store, settings
-        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
+        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> calls of sessions
         self._usual: dict[int, SeenCalls] = {}
 
     async def alarm(
@@ -297,7 +297,7 @@ class Guard:
         return broken(limits, baseline)
 
     def forget(self, versions: set[int]) -> None:
-        """Drop the statistics of all other versions."""
+        """Keep only the statistics of these versions."""
         self._calls = {key: calls for key, calls in self._calls.items() if key[0] in versions}
         self._usual = {key: calls for key, calls in self._usual.items() if key in versions}
 
@@ -615,9 +615,9 @@ async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
 
 
 def score_of(version: int, outcomes: Sequence[tuple[int, float]], digest: str) -> HeldOutScore:
-    """outcomes: (task number, outcome) of each rollout; NaN: missing. A missing outcome may have
-    any value in the range of outcomes, which widens the interval. Raises AgentRLError if all are
-    missing."""
+    """The score with its interval. outcomes: (task number, outcome) of each rollout; NaN: missing.
+    A missing outcome may have any value in the range of outcomes, which widens the interval. Raises
+    AgentRLError if all are missing."""
     present = [value for _, value in outcomes if not math.isnan(value)]
     if not present:
         raise AgentRLError("no held-out task has a reward; see logs/heldout.log")

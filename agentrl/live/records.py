@@ -178,7 +178,7 @@ class Event(Record, frozen=True):
     time: float  # unix seconds
     kind: EventKind
     version: int  # the version of the decision
-    lanes: Lanes  # since then
+    lanes: Lanes  # the lanes from then on
     why: str  # a sentence
     worse: bool = False  # whether the version was found to be worse
     evidence: dict[str, Json] = {}
@@ -275,7 +275,7 @@ def unmet(state: LiveState) -> list[tuple[int, Wish]]:
 
 
 def points(difference: float) -> str:
-    """A difference of outcomes for users: in hundredths."""
+    """A difference of outcomes in hundredths, as text for users."""
     return f"{100 * difference:.1f}".removesuffix(".0")
 
 

@@ -56,7 +56,8 @@ WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])
 BOLDEST = 0.5  # maximum fraction of the capital that one session can lose
 VARIANCE, COUNTED = 0.25, 5.0  # prior of an outcome's variance, and its weight in sessions
 HALVINGS = 12  # bisection steps for an end of the interval, to 0.0005
-FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])  # of the capital, bet on a rate above a limit
+# Fractions of the capital that are bet on a rate above a limit.
+FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])
 
 
 class Counted(NamedTuple):
