@@ -294,7 +294,7 @@ async def held_out_tasks(
 
 
 def training_tasks(groups: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
-    """The same for training groups, by the numbers of recent steps."""
+    """The same for training groups: the numbers of recent steps, and the tasks, hardest first."""
     steps = sorted({item.row.step for item in groups})
     by_task: dict[str, dict[int, GroupRow]] = {}
     texts: dict[str, str] = {}
@@ -315,7 +315,7 @@ def _mean(row: GroupRow, places: Sequence[int]) -> float | None:
 
 
 def _hardest(row: TaskRow) -> tuple[bool, float, float]:
-    """By the last outcome, then by all."""
+    """The sort key of a task: its last outcome, then the mean of all; those without come last."""
     present = [outcome for outcome in row.outcomes if outcome is not None]
     return row.last is None, row.last or 0.0, sum(present) / max(len(present), 1)
 
@@ -416,7 +416,7 @@ def _seats(rollout: Rollout) -> dict[str, float]:
 
 
 def values(groups: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
-    """Values for lists in templates. `percent`: whether the scores of the run are percentages."""
+    """Values of templates that list groups. `percent`: whether the run's scores are percentages."""
     of = {group.row.id: group.seat for group in groups if group.seat}
     tasks = [records.gist(group.task) if group.task else "" for group in groups]
     percent = percent and all(group.share for group in groups)

@@ -115,7 +115,7 @@ PAGES_LISTED = 60  # links to pages, at regular distances if there are more
 
 
 class Paging(NamedTuple):
-    """The page of some calls: those from `first`, before `end`, of `total`."""
+    """A page of calls: those from `first` up to, but not including, `end`, of `total`."""
 
     first: int
     end: int
@@ -467,7 +467,8 @@ class Album:
                     yield stored[wanted]
 
     async def file(self, run: str, digest: str) -> Image:
-        """Raises NotFound for an image that is not stored, or that a browser might run."""
+        """An image by its digest. Raises NotFound for one that is not stored, or that a browser
+        might run."""
         image = (await self._store.images(run, [digest])).get(digest)
         if image is None:
             raise NotFound(f"image {digest} is not stored: a prune has removed it")

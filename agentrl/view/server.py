@@ -306,7 +306,7 @@ SETTINGS_SHOWN = 4  # distinguishing settings of a run in its line
 
 
 class Line(NamedTuple):
-    """A run of the list."""
+    """A line of the list of runs."""
 
     place: Place
     base: str  # prefix of links to pages of the store
@@ -389,7 +389,7 @@ class Home:
             await pages.store.close()
 
     async def cursor(self) -> int:
-        """Higher after every change of a store, or of the set of stores."""
+        """A number that grows with every change of a store, or of the set of stores."""
         await self.search()
         if self.single:
             return await (await self.pages(self.only().key)).store.cursor()
@@ -426,7 +426,7 @@ class Home:
         return newest
 
     async def lines(self) -> list[Line]:
-        """All runs, those that changed last first."""
+        """All runs: first those that are running, then by their last change, newest first."""
         await self.search()
         await asyncio.gather(*map(self._read, self.places.values()))
         now = time.time()

@@ -69,7 +69,7 @@ MIN_WIDTH_PERCENT = 0.4  # minimum width of a phase
 
 
 class Phase(NamedTuple):
-    """A time in which a version served, in percent of the run's."""
+    """A period in which a version answered sessions, in percent of the run's time."""
 
     lane: str  # candidate or serving
     start: float
