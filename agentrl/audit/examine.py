@@ -217,7 +217,7 @@ class Audit:
 
     @staticmethod
     def _time(until: float) -> asyncio.Timeout:
-        """Raises TimeoutError at `until`; scores from before are kept."""
+        """A timeout at `until`, by `time.monotonic`; scores from before are kept."""
         return asyncio.timeout(max(0.0, until - time.monotonic()))
 
     def _paid_at_all(self) -> set[tuple[str, str]]:

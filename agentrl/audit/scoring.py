@@ -65,7 +65,7 @@ class Scorer:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def score(self, task: Mapping[str, Json], result: Json, calls: int = 0) -> Score:
-        """calls: model calls with tool calls before the answer, in the trace."""
+        """Score a result. calls: model calls with tool calls before the answer, in the trace."""
         encoded = msgspec.json.encode(task)
         task_copy: dict[str, Json] = msgspec.json.decode(encoded)
         trace = trace_of(task_copy, result, calls) if self.verifier.wants_trace else None
