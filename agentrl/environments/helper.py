@@ -1,4 +1,4 @@
-"""The process of another interpreter in which environments live: it answers requests by lines."""
+"""The helper process of an environment, in its own interpreter: it answers one request per line."""
 
 from __future__ import annotations
 

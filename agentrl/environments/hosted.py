@@ -186,7 +186,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """To the helper."""
+    """A request to the helper."""
 
     do: str  # describe, tasks, verify or solution
     named: Named
@@ -196,7 +196,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class HelperAnswer(msgspec.Struct, frozen=True):
-    """From the helper. `problem`: a sentence for the user."""
+    """An answer of the helper. `problem`: a sentence for the user."""
 
     value: Any = None
     problem: str = ""
@@ -209,7 +209,7 @@ def is_hosted(named: Named) -> bool:
 
 @cache
 def describe(named: Named) -> About:
-    """Raises ConfigError if the environment cannot be made."""
+    """The properties of an environment. Raises ConfigError if it cannot be made."""
     if not is_hosted(named):
         return about(named)
     description = msgspec.convert(ask(Request("describe", named)), About)
@@ -373,7 +373,7 @@ class Helper:
         self._turn = asyncio.Lock()
 
     async def ask(self, request: Request) -> Any:
-        """Raises ConfigError with the helper's sentence."""
+        """Send a request and return its answer. Raises ConfigError with the helper's sentence."""
         async with self._turn:
             process = self.process = self.process or await self._start()
             assert process.stdin is not None
@@ -443,7 +443,7 @@ def check(config: RunConfig) -> None:
 
 @cache
 def _say(line: str) -> None:
-    """Once per process."""
+    """Print a line once per process."""
     Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 

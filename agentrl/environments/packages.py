@@ -148,7 +148,7 @@ def print_tasks(named: Named, id: str | None) -> dict[str, Json]:
 
 
 async def play_by_hand(named: Named, task: dict[str, Json]) -> None:
-    """Raises click.Abort at the end of the input."""
+    """Play a task with replies from the terminal. Raises click.Abort at the end of the input."""
     left = asyncio.Event()
     async with stage(named, BY_HAND) as on:
         click.echo(f"\ntask {task['id']}")
@@ -254,7 +254,7 @@ class CheckReport(msgspec.Struct):
     environment: str
     ok: bool = True
     tasks: dict[str, int] = {}
-    ground_truth: float | None = None  # mean outcome of the plug-in's solutions; none: unknown
+    ground_truth: float | None = None  # mean outcome of the plug-in's solutions; None: unknown
     solved: int = 0  # tasks whose solution was played
     rollouts_per_s: float | None = None  # sequential rollouts per second
     lines: list[str] = []
@@ -310,7 +310,7 @@ def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
 
 
 EXPRESSION = re.compile(r"(?<![\w.^=(-])(?:-?\(\s*)*-?\d[\d.\s()+*/-]*\d(?:\s*\))*(?![\w(^]|\.\d)")
-EQUAL = 1e-6  # relative
+EQUAL = 1e-6  # relative and absolute tolerance
 MIN_WRONG = 0.05  # share of answers; a smaller share may be rounding
 
 

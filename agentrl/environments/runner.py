@@ -38,7 +38,7 @@ from agentrl.runners.main import PlayedEnvironment, Worker, attempt_runner
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
-# One rollout each, even on a machine with fewer cores, because they mostly wait for calls.
+# Processes with one rollout each; more than there are cores, because they mostly wait for calls.
 MIN_PROCESSES = 8
 
 
@@ -88,7 +88,7 @@ class Played:
     """A rollout that has ended."""
 
     outcome: float | None
-    rewards: dict[str, float]  # all of the rollout by name
+    rewards: dict[str, float]  # rewards of the whole rollout, by name
     by_role: dict[str, float]  # outcomes
     steps: list[float]  # rewards of its calls, in their order
     calls: list[Transition]
