@@ -224,7 +224,7 @@ PROCESSOR = "preprocessor_config.json"  # files of an image-text model's process
 
 
 def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
-    """directory: of the exported model. chosen: None for a checkpoint without its run."""
+    """The card of the model in `directory`. chosen: None for a checkpoint without its run."""
     base = base_name(directory, chosen, policy)
     licence = licence_of(base)
     kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"

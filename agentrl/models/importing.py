@@ -45,7 +45,8 @@ RARE = 0.01  # no model trained with this end of turn gives it so small a probab
 
 
 class Imported(NamedTuple):
-    """end: the token that ends a turn; probability: of that token after a complete answer."""
+    """The result of an import. end: the token that ends a turn; probability: of that token after a
+    complete answer."""
 
     end: str
     probability: float
@@ -300,7 +301,7 @@ WORDS = {
 }
 # Words of the vocabulary are not split.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-# Names of tokens here, and in the file.
+# Special tokens: name in transformers -> name in the file.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
