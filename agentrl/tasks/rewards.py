@@ -1,6 +1,6 @@
 """The verifier of tasks with hidden tests.
 
-They run in a fresh copy of the workspace, and may write rewards to files.
+The tests run in a fresh copy of the workspace, and may write rewards to files.
 """
 
 from __future__ import annotations
