@@ -190,8 +190,8 @@ class Progress:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """Estimated from the last ten steps and from all evaluations. The first of each is left
-        out, because it includes the start of the agents. None before the first step."""
+        """The estimated remaining seconds, from the last ten steps and all evaluations, without the
+        first of each, which includes the start of the agents. None before the first step."""
         rows, steps, interval = self.committed, self.config.steps, self.config.eval.every
         if not rows:
             return None
@@ -385,7 +385,7 @@ class LogFollower:
     level: int
     files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    # Count, last message.
+    # (level, kind of message) -> count, last message.
     _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -406,7 +406,7 @@ class LogFollower:
                     self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
     def look(self, until: float = math.inf) -> None:
-        """Print lines that were logged until that time."""
+        """Print the new lines that were logged until that time, in unix seconds."""
         for file in filter(Path.is_file, self.files):
             with file.open("rb") as log:
                 log.seek(self._read.setdefault(file, 0))

@@ -253,7 +253,7 @@ def figure(metrics: dict[str, float], key: str) -> str:
 
 
 def health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """The metrics of a step that show problems first. policy: the policy, if there are several."""
+    """The metrics of a step that are the first to show problems. policy: if there are several."""
     prefix = f"{policy}/" if policy else ""
     names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
     if metrics.get(f"{prefix}staleness/version_max"):
