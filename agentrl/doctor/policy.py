@@ -105,8 +105,8 @@ def memory(config: RunConfig, source: str) -> tuple[Status, str]:
 
 
 def readable_shape(source: str) -> Any:
-    """The model without its weights. Raises PolicyError if it cannot be read, or not from the hub:
-    each of these errors has the model's name and a fix."""
+    """The model without its weights. Raises PolicyError, with the model's name and a fix, if it
+    cannot be read from its folder or from the hub."""
     try:
         return estimate.shape_of(source)
     except (OSError, ValueError) as error:
