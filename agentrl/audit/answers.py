@@ -1,8 +1,8 @@
 """Right answers of tasks, and the form in which a verifier accepts them.
 
-They are those of an environment's solutions or of rollouts that were right; else the values of the
-field whose own value a verifier pays more than that of another task; else what is found by trying
-numbers and words. Time for attacks is left: a search ends early.
+They come from rollouts that were right or from an environment's solutions; else from the field for
+which the verifier pays a task's own value more than that of another task; else from trying numbers
+and words. A search ends early enough to leave time for attacks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from agentrl.core.values import marked_answer, normal_text
 
 FIRST = 8  # tasks of a slow verifier
 PROBED = 4  # tasks on which forms of the right answer are tried
-PAID = 0.9  # of the highest reward
-SEARCH_SHARE = 0.4  # of the time, for the field with right answers
-PROOF_SHARE = 0.5  # of the time, with the scores of those that were found
-SLOW = 0.02  # seconds of a call, from which on fewer forms are tried
-BRIEF, SEARCHABLE = 0.05, 0.002  # seconds of one score: measured again; of which many are tried
+PAID = 0.9  # share of the highest reward
+SEARCH_SHARE = 0.4  # share of the time until which the field with right answers is searched
+PROOF_SHARE = 0.5  # share of the time until which all answers are found and scored
+SLOW = 0.02  # seconds of a call above which fewer forms are tried
+BRIEF = 0.05  # seconds of a score below which it is measured again
+SEARCHABLE = 0.002  # seconds of a score up to which many texts are tried
 NOT_ANSWERS = {"id", "input", "name", "split", "index", "question", "prompt", "messages", "plan"}
 JOINTS = (", ", " ", "\n")  # of lists as texts
 SEARCHED = "found by search"
@@ -39,11 +40,11 @@ SEARCHED = "found by search"
 
 @dataclass(slots=True)
 class Found:
-    """What a search found. cases: those that are attacked, with the right answers; right: their
-    rewards, by the case's index; key: where the answers are from; empty: they are unknown."""
+    """The result of a search. cases: the cases to attack, with their right answers; right: the
+    rewards of these, by the case's index; key: where they come from, empty if they are unknown."""
 
     cases: list[Case]
-    slow: bool  # whether the verifier is
+    slow: bool  # whether the verifier is slow
     key: str = ""
     shape: str = ""
     right: dict[int, float] = field(default_factory=dict)
@@ -73,13 +74,14 @@ class Search:
 
     async def run(self, cases: list[Case]) -> Found:
         """The cases with right answers and the form in which they are accepted, if known."""
-        await self._seconds(cases[0])  # what the first call loads is no part of the search
+        await self._seconds(cases[0])  # the first call may load something, which is not counted
         self.began = time.monotonic()
         self.latency = min([await self._seconds(cases[0]) for _ in range(3)])
-        if self.latency < BRIEF:  # so short a time is rather that of other programs
+        if self.latency < BRIEF:  # other programs distort so short a time
             self.latency = min([self.latency, *[await self._seconds(cases[0]) for _ in range(20)]])
-        if (own := _named_answer(cases[0])) is not None:  # an empty one may not even be parsed
-            read = min([await self._seconds(cases[0], text_of(own)) for _ in range(3)])
+        # An empty answer may not even be parsed.
+        if (named_answer := _named_answer(cases[0])) is not None:
+            read = min([await self._seconds(cases[0], text_of(named_answer)) for _ in range(3)])
             self.latency = max(self.latency, read)
         if self.slow:
             cases = cases[:FIRST]
@@ -103,15 +105,15 @@ class Search:
     async def _lowest(self, cases: Sequence[Case]) -> float:
         """The lowest reward of an empty answer: some tasks may be paid whatever is answered."""
         scores = await asyncio.gather(*(self.score(case, "") for case in cases))
-        return min((one.value for one in scores if one.value is not None), default=0.0)
+        return min((score.value for score in scores if score.value is not None), default=0.0)
 
     # -- where they may be -------------------------------------------------------------------------
 
     async def _candidate(self, cases: Sequence[Case]) -> Candidate | None:
-        """The task's own field first, as an environment's solution may be asked of a process that
-        starts for it."""
-        if (known := self._played(cases)) is not None:
-            return known
+        """The task's own field comes before an environment's solution, which may have to start a
+        process."""
+        if (played := self._played(cases)) is not None:
+            return played
         declared, paid = await self._declared(cases)
         if declared is not None and paid >= PAID:
             return declared
@@ -119,9 +121,11 @@ class Search:
 
     def _played(self, cases: Sequence[Case]) -> Candidate | None:
         """Answers of rollouts that were right."""
-        known = [self.subject.right.get(msgspec.json.encode(c.task, order="sorted")) for c in cases]
-        enough = sum(one is not None for one in known) >= min(3, len(cases))
-        return Candidate("rollouts", Shape(typed=True), known) if enough else None
+        results = [
+            self.subject.right.get(msgspec.json.encode(c.task, order="sorted")) for c in cases
+        ]
+        enough = sum(result is not None for result in results) >= min(3, len(cases))
+        return Candidate("rollouts", Shape(typed=True), results) if enough else None
 
     async def _solved(self, cases: Sequence[Case]) -> Candidate | None:
         """Answers of an environment's own solution."""
@@ -131,15 +135,17 @@ class Search:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._left(PROOF_SHARE)):
                 for case in cases:
-                    said = await solve(case.task.get("input"))
-                    one = said[0] if isinstance(said, list) and len(said) == 1 else said
-                    answers.append(one if isinstance(one, str) else None)
+                    replies = await solve(case.task.get("input"))
+                    answer = (
+                        replies[0] if isinstance(replies, list) and len(replies) == 1 else replies
+                    )
+                    answers.append(answer if isinstance(answer, str) else None)
         answers += [None] * (len(cases) - len(answers))
         return Candidate("solution", BARE, answers) if any(answers) else None
 
     async def _declared(self, cases: Sequence[Case]) -> tuple[Candidate | None, float]:
-        """The field of the tasks, and the form, in which the right answer is accepted: those whose
-        own value is paid more than that of another task; and the reward of its own."""
+        """The field and the form with the right answers: a task's own value is paid more than that
+        of another task. Also the mean reward of own values."""
         fields = self.fields = _fields(cases)
         names = [name for name in ANSWER_KEYS if name in fields]
         names += [*filter(_is_answer, fields), *fields]
@@ -159,12 +165,12 @@ class Search:
                     probed = _distinct(values, 2 if self.slow else PROBED)
                     if len(probed) < 2 and len(cases) > 1 and not _is_answer(name):
                         continue
-                    own, others = await self._paid(cases, values, probed, shape)
-                    paid[name, shape] = own
-                    more = own - others
-                    alike = abs(more) < 1e-9 and own > self.floor + 0.5
+                    own_reward, other_reward = await self._paid(cases, values, probed, shape)
+                    paid[name, shape] = own_reward
+                    more = own_reward - other_reward
+                    alike = abs(more) < 1e-9 and own_reward > self.floor + 0.5
                     if _is_answer(name) and alike and not loose:
-                        loose = own, name, shape
+                        loose = own_reward, name, shape
                     if more > 1e-6 and (best is None or more > best[0] + 1e-9):
                         best = more, name, shape
         best = best or loose
@@ -182,39 +188,39 @@ class Search:
         self, cases: Sequence[Case], values: Sequence[Json], probed: Sequence[int], shape: Shape
     ) -> tuple[float, float]:
         """The mean reward of some tasks' own values, and of those of others."""
-        own = [self.score(cases[at], shape.wrap(values[at])) for at in probed]
+        own_scores = [self.score(cases[at], shape.wrap(values[at])) for at in probed]
         turned = [*probed[1:], *probed[:1]]
-        others = [
+        other_scores = [
             self.score(cases[at], shape.wrap(values[to] if to != at else "zebra"))
             for at, to in zip(probed, turned, strict=True)
         ]
-        scores = await asyncio.gather(*own, *others)
-        paid = [one.value if one.value is not None else -math.inf for one in scores]
+        scores = await asyncio.gather(*own_scores, *other_scores)
+        paid = [score.value if score.value is not None else -math.inf for score in scores]
         rows = [x for x in paid if math.isfinite(x)]
         floor = min(rows, default=0.0)
-        known = [x if math.isfinite(x) else floor for x in paid]
-        return fmean(known[: len(probed)]), fmean(known[len(probed) :])
+        filled = [x if math.isfinite(x) else floor for x in paid]
+        return fmean(filled[: len(probed)]), fmean(filled[len(probed) :])
 
     async def _searched(self, cases: Sequence[Case]) -> Candidate | None:
-        """Right answers that few texts are: numbers, and words of the question."""
+        """Right answers found by trying numbers and words of the question."""
         if self.latency > SEARCHABLE:
             return None
         for shape in shapes_for(cases, self.subject.source)[:10]:
             answers = [await self._only(case, shape) for case in cases[:PROBED]]
-            if sum(one is not None for one in answers) >= max(2, 0.6 * len(answers)):
-                rest = [await self._only(case, shape) for case in cases[PROBED:]]
-                return Candidate(SEARCHED, shape, [*answers, *rest])
+            if sum(answer is not None for answer in answers) >= max(2, 0.6 * len(answers)):
+                remaining = [await self._only(case, shape) for case in cases[PROBED:]]
+                return Candidate(SEARCHED, shape, [*answers, *remaining])
         return None
 
     async def _only(self, case: Case, shape: Shape) -> Json:
-        """The one of many texts that is paid, if few are."""
+        """The best paid of many texts, if only few are paid as much."""
         if not self._left(PROOF_SHARE):
             return None
         tried = list(dict.fromkeys(_guesses(case)))
-        scores = await asyncio.gather(*(self.score(case, shape.wrap(one)) for one in tried))
-        values = [one.value if one.value is not None else -math.inf for one in scores]
+        scores = await asyncio.gather(*(self.score(case, shape.wrap(text)) for text in tried))
+        values = [score.value if score.value is not None else -math.inf for score in scores]
         top, low = max(values), min(values)
-        best = [one for one, value in zip(tried, values, strict=True) if value == top]
+        best = [text for text, value in zip(tried, values, strict=True) if value == top]
         few = len(best) <= max(1, len(tried) // 20)
         return best[0] if few and top > max(low, 0.0) else None
 
@@ -235,23 +241,23 @@ class Search:
             values.append(await self.score(case, answer) if is_known else Score(None))
         cases, unknown.cases = cases[: len(values)], unknown.cases[: len(values)]
         floor = self.floor
-        top = max((one.value for one in values if one.value is not None), default=floor)
+        top = max((score.value for score in values if score.value is not None), default=floor)
         middle = floor + 0.5 * (top - floor)
-        accepted = [one.value is not None and one.value >= middle for one in values]
-        asked = sum(case.answer is not None for case in cases)
+        accepted = [score.value is not None and score.value >= middle for score in values]
+        with_answer = sum(case.answer is not None for case in cases)
         is_part = key in self.fields and not _is_answer(key) and floor >= 0 and top < PAID
-        if is_part and self.subject.span is None:  # as a keyword is, of what is to be written
+        if is_part and self.subject.span is None:  # such as a keyword of the text to write
             return unknown
-        if top <= floor or sum(accepted) < 0.5 * asked:
+        if top <= floor or sum(accepted) < 0.5 * with_answer:
             unknown.notes.append(
                 "right answers of the tasks are not accepted in any form that was tried"
             )
             return unknown
-        found = Found(_with_others(cases), self.slow, key, shape.name)
+        result = Found(_with_others(cases), self.slow, key, shape.name)
         for case, good, score in zip(cases, accepted, values, strict=True):
             if good and score.value is not None:
-                found.right[case.index] = score.value
-        return found
+                result.right[case.index] = score.value
+        return result
 
 
 def _with_others(cases: Sequence[Case]) -> list[Case]:
@@ -276,16 +282,16 @@ def _fields(cases: Sequence[Case]) -> dict[str, list[Json]]:
                 row[key] = value
         rows.append({k: v for k, v in row.items() if _may_answer(v)})
     common = [key for key in rows[0] if all(key in row for row in rows)]
-    found = {key: [row[key] for row in rows] for key in common}
-    for key, values in list(found.items()):
+    fields = {key: [row[key] for row in rows] for key in common}
+    for key, values in list(fields.items()):
         finals = [marked_answer(value) if isinstance(value, str) else "" for value in values]
         if finals != values and all(finals):
-            found[f"{key}{FINAL}"] = finals
+            fields[f"{key}{FINAL}"] = finals
         if all(isinstance(value, list) for value in values):
             for mark in JOINTS:
                 joined = [mark.join(map(text_of, value)) for value in values]
-                found[f"{key}, joined by {mark!r}"] = joined
-    return found
+                fields[f"{key}, joined by {mark!r}"] = joined
+    return fields
 
 
 def _named_answer(case: Case) -> Json:
@@ -306,14 +312,14 @@ def _may_answer(value: Json) -> bool:
 
 def _distinct(values: Sequence[Json], count: int) -> list[int]:
     """Positions of at most `count` values of which no two are equal."""
-    found = dict[str, int]()
+    positions = dict[str, int]()
     for at, value in enumerate(values):
-        found.setdefault(normal_text(text_of(value)), at)
-    return list(found.values())[:count]
+        positions.setdefault(normal_text(text_of(value)), at)
+    return list(positions.values())[:count]
 
 
 def _guesses(case: Case) -> Iterator[str]:
-    numbers = [int(one) for one in re.findall(r"-?\d{1,9}", case.question)][:6]
+    numbers = [int(digits) for digits in re.findall(r"-?\d{1,9}", case.question)][:6]
     for a, b in combinations(numbers, 2):
         yield from map(str, (a + b, a - b, b - a, a * b))
     yield from map(str, range(-10, 101))

@@ -1,8 +1,8 @@
 """The attacks of an audit: answers that a policy would try, without a model.
 
 An attack either knows nothing of the right answer, or knows it and changes it so that it is wrong;
-and `respelled` gives the right answer in other spellings, which a verifier should know. An attempt
-pays if each of its results does: two orders of two answers, as a verifier may read the last one.
+`respelled` gives the right answer in other spellings, which a verifier should accept. An attempt is
+paid if each of its results is: two answers come in both orders, as a verifier may read only one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHANGES = {
     "a number of the question": "check how it was found, not its value alone: the question has it",
     "nothing done": "compare the whole state at the end, not a part that stays as it was",
 }
-"""What to change in a verifier that an attack gets paid by, by the attack's name."""
+"""How to fix a verifier that pays an attack, by the attack's name."""
 
 CONSTANTS = (
     *("0", "1", "-1", "2", "5", "7", "10", "42", "100", "0.5", "yes", "no", "true", "false"),
@@ -80,7 +80,7 @@ COPIES: Mapping[str, Callable[[str], str]] = {
     "the last number": lambda question: (_numbers(question) or [""])[-1],
     "the largest number": lambda question: max(_numbers(question), key=float, default=""),
 }
-"""Numbers of a question that an answer may be copied from."""
+"""Numbers of a question that an answer may copy."""
 PRINTED = "for _ in range(99):\n    print({!r})\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
 DEFINITION = re.compile(r"^(?:async )?(?:def|class) \w", re.MULTILINE)
 PRINTABLE = re.compile(r"[A-Za-z][\w ]{1,20}:?")  # a verifier's text that a program may print
@@ -94,10 +94,10 @@ class Attempt(NamedTuple):
     """One attack on one task, in one variant: `results` that all have to be paid."""
 
     attack: str
-    variant: str  # what is equal on every task, for which shares are counted
+    variant: str  # the part that is the same on every task; shares are counted for it
     results: tuple[Json, ...]
     calls: int = 0  # model calls with tool calls, in the trace
-    unless: str = ""  # it is right where this is the answer
+    unless: str = ""  # the answer to which the attempt would be right
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +204,12 @@ def ignorant(case: Case) -> Iterator[Attempt]:
 
 
 def programs(case: Case) -> Iterator[Attempt]:
-    """Programs that do nothing, for verifiers that run the answer, one of each kind first. One may
-    end the process. In a fence after all others if the form is known."""
-    words = [one for one in case.literals if PRINTABLE.fullmatch(one)][:6]
-    ends, printed = list(ENDS), [PRINTED.format(one) for one in words]
+    """Programs that do nothing, for verifiers that run the answer, one of each kind first. Some may
+    end the process. Fenced ones come after all bare ones if the form is known."""
+    words = [word for word in case.literals if PRINTABLE.fullmatch(word)][:6]
+    ends, printed = list(ENDS), [PRINTED.format(word) for word in words]
     texts = [*ends[:3], *_equal_functions(case), *printed, *ends[3:]]
-    texts += [f"print({one!r})" for one in words]
+    texts += [f"print({word!r})" for word in words]
     bare = [_program(text, case.shape.wrap(text)) for text in texts]
     fenced = [_program(text, f"```python\n{text}\n```", ", fenced") for text in texts]
     if case.answer is not None:
@@ -241,7 +241,7 @@ def _forms(shape: Shape, text: str) -> Iterator[Json]:
 
 
 def _frequent(case: Case) -> list[str]:
-    """Answers of other tasks, which one may be right or paid everywhere."""
+    """Answers of other tasks, one of which may be right or paid everywhere."""
     return [text for text in map(text_of, case.others) if len(text) <= 40][:MAX_OTHERS]
 
 
@@ -251,9 +251,9 @@ def _long() -> str:
 
 def _functions(case: Case) -> set[str]:
     """Names of functions that a task of writing code seems to ask for."""
-    said = json.dumps(case.task, ensure_ascii=False)
-    found = {*re.findall(r"\bdef (\w+)\(", said), *re.findall(r"\bassert (\w+)\(", said)}
-    return {name for name in found if not name.startswith("test")}
+    task_text = json.dumps(case.task, ensure_ascii=False)
+    names = {*re.findall(r"\bdef (\w+)\(", task_text), *re.findall(r"\bassert (\w+)\(", task_text)}
+    return {name for name in names if not name.startswith("test")}
 
 
 # -- with the right answer -------------------------------------------------------------------------
@@ -264,19 +264,19 @@ def wrong(case: Case) -> Iterator[Attempt]:
     if not case.text:
         return
     wrap, right = case.shape.wrap, case.text
-    if _is_one_sentence(right):  # a text is not denied by the first word of its first sentence
+    if _is_one_sentence(right):  # denying its first sentence does not deny a longer text
         for form in ("It is not {}.", "The answer is not {}.", "not {}", "anything but {}"):
             yield Attempt("negation", form, (wrap(form.format(right)),))
-    others = [text_of(one) for one in case.others if _disjoint(right, text_of(one))][:8]
+    others = [text_of(answer) for answer in case.others if _disjoint(right, text_of(answer))][:8]
     if DEFINITION.search(right):  # a program with more definitions does the same
         others = []
     for other in others[:1]:
         yield from _two(case, right, other)
     if len(others) > 1:  # the right one in the middle: a verifier may read the first or the last
         middle = len(others) // 2
-        every = [*others[:middle], right, *others[middle:]]
+        listed = [*others[:middle], right, *others[middle:]]
         for mark in (", ", "\n", " "):
-            joined = wrap(mark.join(every))
+            joined = wrap(mark.join(listed))
             yield Attempt("every answer with the right one", repr(mark), (joined,))
     yield from _mutated(case, right)
     yield from _copied(case, right)
@@ -292,10 +292,10 @@ def _copied(case: Case, right: str) -> Iterator[Attempt]:
 
 
 def _unchanged(case: Case) -> Iterator[Attempt]:
-    """What the agent was given, as if it were the state that it has left."""
-    given = case.task.get("input")
-    if isinstance(given, dict) and case.shape.typed:
-        for name, value in given.items():
+    """The state that the agent was given, as if it were the final one."""
+    start_state = case.task.get("input")
+    if isinstance(start_state, dict) and case.shape.typed:
+        for name, value in start_state.items():
             if type(value) is type(case.answer) and value != case.answer:
                 yield Attempt("nothing done", name, (case.shape.wrap(value),))
 
@@ -313,12 +313,16 @@ def _two(case: Case, right: str, other: str) -> Iterator[Attempt]:
     for form in ("{} or {}", "{}, {}", "{}\n{}"):
         both = (wrap(form.format(right, other)), wrap(form.format(other, right)))
         yield Attempt("two answers", form, both)
-    one, two = text_of(wrap(right)), text_of(wrap(other))
+    right_text, other_text = text_of(wrap(right)), text_of(wrap(other))
     if not case.shape.key:
-        yield Attempt("two answers", "each in the format", (f"{one}\n{two}", f"{two}\n{one}"))
+        yield Attempt(
+            "two answers",
+            "each in the format",
+            (f"{right_text}\n{other_text}", f"{other_text}\n{right_text}"),
+        )
         for form in ("<!-- {} -->", "# {}", "/* {} */"):
             hidden = form.format(right)
-            pair = (f"{two}\n{hidden}", f"{hidden}\n{two}")
+            pair = (f"{other_text}\n{hidden}", f"{hidden}\n{other_text}")
             yield Attempt("a comment", form, pair)
 
 
@@ -333,18 +337,18 @@ def _mutated(case: Case, right: str) -> Iterator[Attempt]:
             yield Attempt("wrong values", path, (wrap(other),))
     number = re.fullmatch(r"([^\d-]{0,2})(-?)(\d[\d,]*)(\.\d+)?(\D{0,3})", right.strip())
     if number:
-        before, sign, whole, rest, after = (part or "" for part in number.groups())
+        before, sign, whole, decimals, after = (part or "" for part in number.groups())
         digit = str((int(whole[0]) + 4) % 9 + 1)
-        changed = f"{before}{sign}{digit}{whole[1:]}{rest}{after}"
+        changed = f"{before}{sign}{digit}{whole[1:]}{decimals}{after}"
         yield Attempt("a wrong digit", "the first", (wrap(changed),))
-        if not rest:
+        if not decimals:
             longer = f"{before}{sign}{whole}9{after}"
             yield Attempt("a longer number", "at its end", (wrap(longer),))
         yield Attempt(
-            "a longer number", "in front", (wrap(f"{before}{sign}9{whole}{rest}{after}"),)
+            "a longer number", "in front", (wrap(f"{before}{sign}9{whole}{decimals}{after}"),)
         )
         if whole.strip("0,"):
-            flipped = f"{before}{'' if sign else '-'}{whole}{rest}{after}"
+            flipped = f"{before}{'' if sign else '-'}{whole}{decimals}{after}"
             yield Attempt("the other sign", "", (wrap(flipped),))
         return
     yield from _shortened(wrap, right)
@@ -355,25 +359,25 @@ def _mutated(case: Case, right: str) -> Iterator[Attempt]:
 
 
 def _is_state(case: Case) -> bool:
-    """Whether the answer repeats what the task gives, as a graph's state does. Its verifier may
-    compare what the user reads and leave the rest to the agent."""
+    """Whether the answer contains the task's input, as the state of a graph does. Its verifier may
+    compare only what the user reads."""
     if not isinstance(case.answer, dict):
         return False
-    given = case.task.get("input")
-    if isinstance(given, dict):
-        return bool(given) and given.items() <= case.answer.items()
-    return given is not None and given in case.answer.values()
+    task_input = case.task.get("input")
+    if isinstance(task_input, dict):
+        return bool(task_input) and task_input.items() <= case.answer.items()
+    return task_input is not None and task_input in case.answer.values()
 
 
 def _other_values(answer: Json) -> Iterator[tuple[str, Json]]:
-    """Objects and lists with the same names and other values: all of them, and one at a time, by
-    the path of what is changed."""
+    """Objects and lists with the same names and other values: all changed, then one at a time, by
+    the path of the changed value."""
     if isinstance(answer, str) and answer[:1] in ("{", "["):
         try:
-            said = json.loads(answer)
+            decoded = json.loads(answer)
         except (ValueError, RecursionError):
             return
-        for path, other in _other_values(said):
+        for path, other in _other_values(decoded):
             yield path, json.dumps(other)
     elif isinstance(answer, dict | list) and answer:
         yield "", _changed(answer)
@@ -394,7 +398,7 @@ def _leaves(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str
 
 
 def _changed(value: Json, path: Sequence[str | int] = ()) -> Json:
-    """A copy with another value at a path; empty: at every one."""
+    """A copy with another value at a path; at every path if it is empty."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         new = {
@@ -410,7 +414,7 @@ def _changed(value: Json, path: Sequence[str | int] = ()) -> Json:
 
 
 def _shortened(wrap: Callable[[Json], Json], right: str) -> Iterator[Attempt]:
-    """Parts of the answer, of which each is wrong."""
+    """Parts of the answer, each of which is wrong."""
     items = [item for item in re.split(r"[,;\n]\s*", right.strip("[](){} \n")) if item.strip()]
     lines = right.strip().splitlines()
     name = "a part of the answer"
@@ -418,12 +422,12 @@ def _shortened(wrap: Callable[[Json], Json], right: str) -> Iterator[Attempt]:
         half = "\n".join(lines[: len(lines) // 2])
         yield Attempt(name, "half of its lines", (wrap(half),))
     elif len(items) > 1 and len(set(items)) == len(items):
-        kept = right.replace(items[-1], "").rstrip(" ,;\n")
+        shortened = right.replace(items[-1], "").rstrip(" ,;\n")
         closing = re.search(r"[\])}]\s*$", right)
-        if closing and not kept.endswith(closing[0].strip()):
-            kept += closing[0]
-        kept = re.sub(r"[,;]\s*(?=[\])}]\s*$)", "", kept)
-        yield Attempt(name, "without its last item", (wrap(kept),))
+        if closing and not shortened.endswith(closing[0].strip()):
+            shortened += closing[0]
+        shortened = re.sub(r"[,;]\s*(?=[\])}]\s*$)", "", shortened)
+        yield Attempt(name, "without its last item", (wrap(shortened),))
     elif len(right.strip()) > 3 and len(lines) == 1:
         whole = right.strip()
         yield Attempt(name, "its beginning", (wrap(whole[: len(whole) // 3]),))
@@ -434,14 +438,14 @@ def _is_words(text: str) -> bool:
     return bool(re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*[.!]?", text.strip()))
 
 
-def _disjoint(one: str, other: str) -> bool:
+def _disjoint(left: str, right: str) -> bool:
     """Whether neither answer contains the other."""
-    a, b = normal_text(one), normal_text(other)
+    a, b = normal_text(left), normal_text(right)
     return bool(a and b) and a not in b and b not in a
 
 
 def respelled(case: Case) -> Iterator[Attempt]:
-    """The right answer as others would write it."""
+    """The right answer in other spellings."""
     wrap, right = case.shape.wrap, case.text
     if not right or case.shape.typed:
         return
@@ -468,7 +472,7 @@ def respelled(case: Case) -> Iterator[Attempt]:
 
 @dataclass(slots=True)
 class Source:
-    """What the file of a verifier names: texts, and fields of a result that is an object."""
+    """What the file of a verifier mentions: texts, and fields of results that are objects."""
 
     literals: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -481,19 +485,24 @@ MODEL_CLIENTS = ("openai", "anthropic", "litellm", "google.genai", "langchain_op
 
 def source_of(functions: Iterable[Callable[..., Any]]) -> Source:
     """Read the reward functions of a run, then the rest of their modules. Empty where there is no
-    source, and for the library's own, whose texts are no words of a user's verifier."""
-    found = Source()
-    own = [one for one in functions if not str(one.__module__).startswith("agentrl.")]
-    for part in [*own, *(sys.modules.get(one.__module__) for one in own)]:
+    source, and for the library's functions, whose texts are not those of a user's verifier."""
+    source = Source()
+    user_functions = [
+        function for function in functions if not str(function.__module__).startswith("agentrl.")
+    ]
+    for part in [
+        *user_functions,
+        *(sys.modules.get(function.__module__) for function in user_functions),
+    ]:
         try:
-            _read(ast.parse(textwrap.dedent(inspect.getsource(part))), found)  # type: ignore[arg-type]
+            _read(ast.parse(textwrap.dedent(inspect.getsource(part))), source)  # type: ignore[arg-type]
         except (OSError, TypeError, SyntaxError):
             continue
-    found.literals = list(dict.fromkeys(found.literals))[:MAX_LITERALS]
-    return found
+    source.literals = list(dict.fromkeys(source.literals))[:MAX_LITERALS]
+    return source
 
 
-def _read(tree: ast.AST, found: Source) -> None:
+def _read(tree: ast.AST, source: Source) -> None:
     documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     docs = {
         ast.get_docstring(node, clean=False)
@@ -504,16 +513,16 @@ def _read(tree: ast.AST, found: Source) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
             if 0 < len(text) <= 40 and text not in docs:
-                found.literals.append(text)
+                source.literals.append(text)
         elif isinstance(node, ast.Subscript | ast.Call):
-            found.keys += _result_key(node)
+            source.keys += _result_key(node)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found.calls_models += [one for one in names if one.startswith(MODEL_CLIENTS)]
-            found.runs_code |= "subprocess" in names
+            source.calls_models += [name for name in names if name.startswith(MODEL_CLIENTS)]
+            source.runs_code |= "subprocess" in names
         elif isinstance(node, ast.Name):
-            found.runs_code |= node.id in ("exec", "compile")
+            source.runs_code |= node.id in ("exec", "compile")
 
 
 def _result_key(node: ast.Subscript | ast.Call) -> list[str]:
@@ -530,9 +539,9 @@ def _result_key(node: ast.Subscript | ast.Call) -> list[str]:
 
 
 def shapes_for(cases: Sequence[Case], source: Source) -> list[Shape]:
-    """The forms that are tried: common ones, those that the questions name, fields of a result."""
-    said = " ".join(f"{case.question} {case.system}" for case in cases[:3])
-    tags = dict.fromkeys(re.findall(r"<([a-zA-Z_]\w*)>", " ".join([said, *source.literals])))
+    """The forms to try: common ones, those that questions or the source name, result fields."""
+    texts = " ".join(f"{case.question} {case.system}" for case in cases[:3])
+    tags = dict.fromkeys(re.findall(r"<([a-zA-Z_]\w*)>", " ".join([texts, *source.literals])))
     named = [Shape(f"<{tag}>{{}}</{tag}>") for tag in tags if tag not in ("answer", "think")][:6]
     starts = re.findall(r"(?:^|[\s\"'`(])((?:[A-Z][\w]*)(?: \w+)?:)", " ".join(source.literals))
     named += [Shape(f"{start} {{}}") for start in dict.fromkeys(starts)][:6]

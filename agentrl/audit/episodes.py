@@ -86,15 +86,15 @@ class Script:
         turns = itertools.count()
 
         async def reply(role: str, messages: list[Message], tools: list[Any]) -> Message:
-            asked = next((m for m in messages if m.get("role") == "user"), {})
-            return self.answer(next(turns), text_of(asked.get("content") or ""), tools)
+            user = next((m for m in messages if m.get("role") == "user"), {})
+            return self.answer(next(turns), text_of(user.get("content") or ""), tools)
 
         return reply
 
 
 def scripts() -> Iterator[Script]:
-    yield Script("no work", "", lambda turn, asked, tools: _says(""))
-    yield Script("the question", "", lambda turn, asked, tools: _says(asked))
+    yield Script("no work", "", lambda turn, question, tools: _says(""))
+    yield Script("the question", "", lambda turn, question, tools: _says(question))
     for word in WORDS:
         yield Script("one answer to everything", word, lambda t, a, s, word=word: _says(word))  # type: ignore[misc]
     yield Script("tool calls without work", "", _idle_call)
@@ -112,7 +112,7 @@ def _calls(name: str, arguments: Mapping[str, Json]) -> Message:
             "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}  # fmt: skip
 
 
-def _idle_call(turn: int, asked: str, tools: Sequence[Any]) -> Message:
+def _idle_call(turn: int, question: str, tools: Sequence[Any]) -> Message:
     if not tools or turn >= TURNS:
         return _says("Done.")
     function = tools[0].get("function", tools[0])
@@ -136,7 +136,7 @@ async def audit_episodes(named: Named, config: RunConfig, seconds: float) -> Aud
     """Play the scripts on tasks of an environment for about `seconds` at most."""
     started = time.monotonic()
     report = AuditReport(named.name)
-    found = dict[tuple[str, str], list[Row]]()
+    results = dict[tuple[str, str], list[Row]]()
     try:
         tasks = hosted.tasks(named, "train")[:MAX_TASKS]
         async with stage(named, TIMEOUT) as on, asyncio.timeout(seconds):
@@ -144,7 +144,7 @@ async def audit_episodes(named: Named, config: RunConfig, seconds: float) -> Aud
                 right = await _solved(on, named, task)
                 report.tasks += 1
                 for script in scripts():
-                    rows = found.setdefault((script.attack, script.variant), [])
+                    rows = results.setdefault((script.attack, script.variant), [])
                     if len(rows) >= TRIED and not any(map(_is_paid, rows)):
                         continue
                     outcome = _outcome(await on.play(task, script.reply()))
@@ -155,8 +155,8 @@ async def audit_episodes(named: Named, config: RunConfig, seconds: float) -> Aud
         report.notes.append(f"time ran out after {report.scored} rollouts")
     except AgentRLError as error:
         report.verdict, report.notes = "not audited", [str(error)]
-    report.findings = list(_findings(found))
-    if _is_open([row for rows in found.values() for row in rows]):
+    report.findings = list(_findings(results))
+    if _is_open([row for rows in results.values() for row in rows]):
         report.verdict = "not audited"
         report.notes.append("its rewards exceed 1, and it has no solution to compare them with")
     report.seconds = time.monotonic() - started
@@ -174,7 +174,7 @@ async def _solved(on: Stage, named: Named, task: Mapping[str, Json]) -> float | 
 
 
 def _outcome(played: Played) -> float | None:
-    """The reward; of several roles the mean, as one of a game wins whatever both answer."""
+    """The reward; with several roles their mean, as one wins a game whatever they answer."""
     return fmean(played.by_role.values()) if played.by_role else played.outcome
 
 
@@ -183,20 +183,20 @@ def _is_paid(row: Row) -> bool:
 
 
 def _is_open(rows: Sequence[Row]) -> bool:
-    """Whether the reward of a right answer is unknown: returns are above 1, as where each step is
-    paid, and there is no solution."""
+    """Whether the reward of a right answer is unknown: returns are above 1, for example because
+    each step is paid, and there is no solution."""
     return any(row.right is None and row.reward > 1 + ROUNDING for row in rows)
 
 
-def _findings(found: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[Finding]:
+def _findings(results: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[Finding]:
     best = dict[str, Finding]()
-    every = [row for rows in found.values() for row in rows]
-    if _is_open(every):
+    all_rows = [row for rows in results.values() for row in rows]
+    if _is_open(all_rows):
         return
-    for (attack, variant), rows in found.items():
+    for (attack, variant), rows in results.items():
         paid = [row for row in rows if _is_paid(row)]
         share = len(paid) / max(len(rows), 1)
-        # A word may be right, and a game may be won, by luck; files that pay are none.
+        # By luck a word may be right and a game won, but no file is paid by luck.
         enough = share > 0 if attack in COMMANDS else (
             wilson_lower(share, len(rows)) > 0.5 if len(rows) > 4 else share == 1.0
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The course of an audit: find the right answers, attack, and judge what was paid.
+"""The course of an audit: find the right answers, attack, and judge which attacks were paid.
 
-What is attacked depends on the tasks and the verifier alone, never on chance or time, unless time
-runs out; the report then says how many tasks were reached. Rewards are compared on the scale from
-the lowest to that of the right answer: a verifier that pays for a part of an answer is no hole.
+Which attacks are made depends only on the tasks and the verifier, never on chance or time, unless
+time runs out; the report then says how many tasks were reached. Rewards are compared on a scale
+from the lowest reward to that of the right answer; paying for a part of an answer is not a hole.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ from agentrl.audit.scoring import Score, Subject, ended
 from agentrl.core.types import Json
 from agentrl.core.values import normal_text, question_of
 
-MAX_TASKS = 32  # that are attacked, evenly spread over the file
-FIRST = 8  # tasks on which every attempt is made; on others only what was paid at all
-EARLY_PROGRAMS = 10  # of each task, before all else if the verifier runs answers
-EARLY = 4  # tasks on which those that show most are made before
-PAID, PAID_WHOLE = 0.9, 0.999  # of a right answer's reward: attacks, and small changes of an answer
-MIN_SHARE = 0.2  # of tasks on which an attack that is paid is an alarm
-MIN_NEAR = 0.5  # where rewards are graded, as by distance: a constant is near some answers
-MIN_SAME = 0.6  # of tasks that have the same right answer: of two answers more than chance
-MIN_ASKED = 8  # tasks with known answers that tell this
-MEAN_GAIN = 0.4  # of an attack that is paid in part, where rewards have few values
-FEW_VALUES = 4
-WORTH = 0.3  # of the highest reward: what an attack is paid that is tried on more tasks
-MANY = 60  # attacks in all their variants that are worth it
-MIN_ANSWERS, PAID_ANSWERS = 20, 0.95  # answers of which this share is paid on an indifferent task
-BATCH = 32  # attempts that are begun together
-CHECKS_SHARE = 0.1  # of the time, for scores of the same and of other spellings after the attacks
+MAX_TASKS = 32  # attacked tasks, evenly spread over the file
+FIRST = 8  # tasks on which every attempt is made; others get only those that were paid before
+EARLY_PROGRAMS = 10  # programs per task that are tried first if the verifier runs answers
+EARLY = 4  # tasks on which the most informative attempts are made before all others
+# Share of a right answer's reward that counts as paid: for attacks, and for small changes of it.
+PAID, PAID_WHOLE = 0.9, 0.999
+MIN_SHARE = 0.2  # share of tasks on which an attack must be paid to be an alarm
+MIN_NEAR = 0.5  # the same for graded rewards, as by distance: a constant is near some answers
+MIN_SAME = 0.6  # share of tasks with the same right answer; with two answers, more than chance
+MIN_ASKED = 8  # minimum tasks with known answers to report such a share
+MEAN_GAIN = 0.4  # mean gain of an attack that is an alarm although only partly paid
+FEW_VALUES = 4  # distinct rewards, up to which a verifier does not grade answers
+WORTH = 0.3  # share of the highest reward above which an attack is tried on more tasks
+MANY = 60  # attacks, with their variants; if more are paid, fewer tasks suffice
+# An indifferent task pays this share of at least so many answers.
+MIN_ANSWERS, PAID_ANSWERS = 20, 0.95
+BATCH = 32  # attempts that are started together
+CHECKS_SHARE = 0.1  # share of the time for repeated answers and other spellings, after the attacks
 SMALL = {"a wrong digit", "a longer number", "the other sign", "a wrong word"}
 SMALL |= {"a part of the answer", "another order", "the same length", "wrong values"}
 KNOWING = {"negation", "two answers", "a comment", "every answer with the right one", *SMALL}
 KNOWING |= {"a number of the question", "nothing done"}
 KNOW_NOTHING = {"empty answer", "the question", "a constant", "not a number", "format alone"}
-PROGRAMS = {"a program that ends", "equal to everything"}  # right by chance on no task
+PROGRAMS = {"a program that ends", "equal to everything"}  # never right by chance
 KNOW_NOTHING |= {"length", "every answer", "another task's answer", "a word of the verifier"}
 
 
@@ -86,17 +88,17 @@ async def examine(subject: Subject, seconds: float) -> AuditReport:
 
 
 class Audit:
-    """One audit. `rows` has all that was scored."""
+    """One audit. `rows` has all scored attempts."""
 
     def __init__(self, subject: Subject, until: float) -> None:
         self.subject, self.began, self.until = subject, time.monotonic(), until
         self.rows = list[Row]()
-        self.made = set[tuple[int, str, str, str]]()  # attempts, each of which is made once
+        self.attempted = set[tuple[int, str, str, str]]()  # attempts, each of which is made once
         self.right = dict[int, float]()  # reward of the right answer, by the case's identity
         self.problems = list[str]()
         self.changed = list[Case]()  # tasks that the verifier changed
-        self.slow = False  # whether the verifier is
-        self.ran_out = False  # of time
+        self.slow = False  # whether the verifier is slow
+        self.ran_out = False  # whether time ran out
         self.bounds: tuple[float, float] | None = None  # once all attempts are made
         self.indifferent = set[int]()  # tasks that pay every answer, by the case's index
 
@@ -105,17 +107,17 @@ class Audit:
         if not cases:
             report.verdict, report.notes = "not audited", ["there is no task"]
             return
-        found = Found(cases, slow=True)
+        answers = Found(cases, slow=True)
         with contextlib.suppress(TimeoutError):
             async with self._time(self.until):
-                found = await Search(self.subject, self._score, self.until).run(cases)
-        cases, self.right, self.slow = found.cases, found.right, found.slow
-        report.answer, report.shape, report.notes = found.key, found.shape, found.notes
+                answers = await Search(self.subject, self._score, self.until).run(cases)
+        cases, self.right, self.slow = answers.cases, answers.right, answers.slow
+        report.answer, report.shape, report.notes = answers.key, answers.shape, answers.notes
         reached = await self._attack(cases)
         report.tasks = len(reached)
         if report.answer == SEARCHED and self._is_exceeded:
             self._forget_answers(report)
-        known = [row for row in self.rows if row.value is not None]
+        scored = [row for row in self.rows if row.value is not None]
         if clients := self.subject.source.calls_models:
             report.skipped.append(f"its file imports {clients[0]}: no model is called in an audit")
         if refused := sorted({*self.subject.scorer.refused}):
@@ -124,7 +126,7 @@ class Audit:
         if not self.rows:
             report.verdict, report.notes = "not audited", ["time ran out before the first attack"]
             return
-        if len(known) < 0.05 * len(self.rows) or not known:
+        if len(scored) < 0.05 * len(self.rows) or not scored:
             why = max(set(self.problems), key=self.problems.count, default="no reward")
             report.verdict = "not audited"
             report.notes.insert(
@@ -133,14 +135,16 @@ class Audit:
             return
         self.bounds = self._span
         judged = [*self._paid_whatever(reached), *self._judged(reached)]
-        report.findings += sorted(judged, key=lambda one: (not one.alarm, -one.share, -one.reward))
+        report.findings += sorted(
+            judged, key=lambda finding: (not finding.alarm, -finding.share, -finding.reward)
+        )
         report.findings = _merged(report.findings)
         report.highest = self._highest(len(reached))
         report.findings += await self._unstable(reached)
         if not refused:
             report.findings += self._own_refused(cases, report)
             report.notes += await self._respelled(reached)
-        report.notes += self._about(known, reached)
+        report.notes += self._about(scored, reached)
         report.imbalance = _imbalance([case for case in cases if case.index in self.right])
         report.decide()
         if refused and not report.alarms:
@@ -148,8 +152,8 @@ class Audit:
 
     @property
     def _is_exceeded(self) -> bool:
-        """Whether others are paid more than the answers that are taken for right: what
-        is wanted is another thing, such as a sentence with a word of the question."""
+        """Whether other answers are paid more than those taken for right: then the verifier wants
+        something else, such as a sentence with a word of the question."""
         best = dict[int, float]()
         for row in self.rows:
             if row.value is not None:
@@ -165,11 +169,11 @@ class Audit:
     # -- attacks -----------------------------------------------------------------------------------
 
     async def _attack(self, cases: Sequence[Case]) -> list[Case]:
-        """Make all attempts, first those that show most; return the cases that were reached."""
+        """Make all attempts, the most informative first; return the cases that were reached."""
 
         runs = self.subject.isolated and self.subject.source.runs_code
 
-        def every(case: Case) -> Iterator[Attempt]:
+        def attempts_on(case: Case) -> Iterator[Attempt]:
             if runs:
                 yield from programs(case)
             if case.index in self.right:
@@ -180,13 +184,17 @@ class Audit:
 
         early, late = cases[:FIRST], cases[FIRST:]
         parts = [early[:EARLY], early[EARLY:]] if self.right else [early]
-        few = ((case, one) for case in parts[0] for one in _first(case, self.right, runs=runs))
-        rest = chain.from_iterable(_in_turn(part, every) for part in parts)
-        reached = await self._make(chain(few, rest))
+        early_attempts = (
+            (case, attempt) for case in parts[0] for attempt in _first(case, self.right, runs=runs)
+        )
+        remaining = chain.from_iterable(_in_turn(part, attempts_on) for part in parts)
+        reached = await self._make(chain(early_attempts, remaining))
         paid = self._paid_at_all()
-        if len(paid) > MANY:  # nearly everything is paid: fewer tasks show it
+        if len(paid) > MANY:  # nearly everything is paid: fewer tasks suffice to show it
             late = late[:FIRST]
-        again = ((case, one) for case in late for one in every(case) if one[:2] in paid)
+        again = (
+            (case, attempt) for case in late for attempt in attempts_on(case) if attempt[:2] in paid
+        )
         return [*reached, *await self._make(again)]
 
     async def _make(self, attempts: Iterable[tuple[Case, Attempt]]) -> list[Case]:
@@ -194,8 +202,8 @@ class Audit:
         before = len(self.rows)
         try:
             async with self._time(self.until - CHECKS_SHARE * (self.until - self.began)):
-                for some in _batches(filter(self._is_new, attempts), BATCH):
-                    await asyncio.gather(*(self._attempt(case, one) for case, one in some))
+                for batch in _batches(filter(self._is_new, attempts), BATCH):
+                    await asyncio.gather(*(self._attempt(case, attempt) for case, attempt in batch))
         except TimeoutError:
             self.ran_out = True
         return list({row.case.index: row.case for row in self.rows[before:]}.values())
@@ -203,18 +211,18 @@ class Audit:
     def _is_new(self, pair: tuple[Case, Attempt]) -> bool:
         case, attempt = pair
         key = (case.index, *_key(attempt))
-        is_new = key not in self.made
-        self.made.add(key)
+        is_new = key not in self.attempted
+        self.attempted.add(key)
         return is_new
 
     @staticmethod
     def _time(until: float) -> asyncio.Timeout:
-        """Raises TimeoutError at the end: what was scored before is kept."""
+        """A timeout at `until`, by `time.monotonic`; scores from before are kept."""
         return asyncio.timeout(max(0.0, until - time.monotonic()))
 
     def _paid_at_all(self) -> set[tuple[str, str]]:
-        """Attacks and variants with a part of the highest reward on any task, and those whose
-        answer is another one for each task."""
+        """The attacks and variants that got part of the highest reward on any task, and those whose
+        answer differs by task."""
         low, high = self._span
         limit = low + WORTH * (high - low)
         above = {
@@ -243,28 +251,31 @@ class Audit:
     # -- judging -----------------------------------------------------------------------------------
 
     def _paid_whatever(self, reached: Sequence[Case]) -> list[Finding]:
-        """The tasks on which nearly every answer is paid, as where the right one cannot be read:
-        no attack is the cause, and none of the others counts them."""
+        """A finding if some tasks pay nearly every answer, for example because their own cannot be
+        parsed. No attack is the cause, so the other findings leave these tasks out."""
         rows = defaultdict[int, list[Row]](list)
         for row in self.rows:
             if row.attempt.attack in KNOW_NOTHING and not _is_right(row):
                 rows[row.case.index].append(row)
-        paid = {at: [one for one in some if self._gain(one) >= PAID] for at, some in rows.items()}
-        every = {
-            at for at, some in rows.items()
-            if len(some) >= MIN_ANSWERS and len(paid[at]) >= PAID_ANSWERS * len(some)
+        paid = {
+            at: [row for row in task_rows if self._gain(row) >= PAID]
+            for at, task_rows in rows.items()
+        }
+        indifferent = {
+            at for at, task_rows in rows.items()
+            if len(task_rows) >= MIN_ANSWERS and len(paid[at]) >= PAID_ANSWERS * len(task_rows)
         }  # fmt: skip
-        share = len(every) / max(len(reached), 1)
+        share = len(indifferent) / max(len(reached), 1)
         if not self.right and wilson_lower(share, len(reached)) <= 0.5:
             return []
-        if not every or not MIN_SHARE <= share < PAID:  # few; or all, which each attack shows
+        if not indifferent or not MIN_SHARE <= share < PAID:  # few; or all, which each attack shows
             return []
-        self.indifferent = every
-        worst = paid[min(every)][0]
+        self.indifferent = indifferent
+        worst = paid[min(indifferent)][0]
         return [
             Finding(
                 attack="any answer to some tasks", kind="pays", share=share, tasks=len(reached),
-                reward=fmean(one.value or 0.0 for one in paid[min(every)]),
+                reward=fmean(row.value or 0.0 for row in paid[min(indifferent)]),
                 change="raise where a task's own answer cannot be read; do not pay for it",
                 example=Example(
                     task=_name(worst.case), answer=worst.attempt.results[0], reward=worst.value,
@@ -279,14 +290,14 @@ class Audit:
         for row in self.rows:
             if row.case.index in self.indifferent:
                 continue
-            kept = by[row.attempt.attack, row.attempt.variant].get(row.case.index)
-            if kept is None or (row.value or -math.inf) > (kept.value or -math.inf):
+            previous = by[row.attempt.attack, row.attempt.variant].get(row.case.index)
+            if previous is None or (row.value or -math.inf) > (previous.value or -math.inf):
                 by[row.attempt.attack, row.attempt.variant][row.case.index] = row
         best = dict[str, Finding]()
         for (attack, variant), rows in by.items():
-            found = self._finding(attack, variant, list(rows.values()), len(reached))
-            if found and (attack not in best or _rank(found) > _rank(best[attack])):
-                best[attack] = found
+            finding = self._finding(attack, variant, list(rows.values()), len(reached))
+            if finding and (attack not in best or _rank(finding) > _rank(best[attack])):
+                best[attack] = finding
         return list(best.values())
 
     def _finding(
@@ -314,10 +325,10 @@ class Audit:
         if not alarm:
             return None
         worst = max(zip(gains, rows, strict=True), key=lambda pair: pair[0])[1]
-        known = [row.value for row in rows if row.value is not None]
+        values = [row.value for row in rows if row.value is not None]
         return Finding(
             attack=attack, variant=variant, kind="pays", share=share if paid else mean,
-            tasks=len(rows), reward=fmean(known), change=CHANGES[attack],
+            tasks=len(rows), reward=fmean(values), change=CHANGES[attack],
             example=Example(
                 task=_name(worst.case), answer=worst.attempt.results[0], reward=worst.value,
                 right=self.right.get(worst.case.index),
@@ -349,7 +360,7 @@ class Audit:
         )
 
     def _highest(self, cases: int) -> float:
-        """The share of tasks on which the best single constant is paid, right ones included."""
+        """The share of tasks on which the best single constant is paid, even where it is right."""
         paid = defaultdict[str, set[int]](set)
         for row in self.rows:
             if (
@@ -360,21 +371,21 @@ class Audit:
         return max(map(len, paid.values()), default=0) / max(cases, 1)
 
     async def _unstable(self, cases: Sequence[Case]) -> list[Finding]:
-        """Score the same answers again: twice in another order, and at the same time."""
-        known = {
+        """Score the same answers twice more, concurrently and in two orders."""
+        by_key = {
             (row.case.index, _key(row.attempt)): row for row in self.rows if row.value is not None
         }
-        every = [row for row in known.values() if len(row.attempt.results) == 1]
-        some = every[:: max(1, len(every) // 12)][:12]
+        single = [row for row in by_key.values() if len(row.attempt.results) == 1]
+        sample = single[:: max(1, len(single) // 12)][:12]
         rights = [case for case in cases if case.index in self.right][:3]
-        pairs = [(row.case, row.attempt.results[0], row.attempt.calls, row.value) for row in some]
+        pairs = [(row.case, row.attempt.results[0], row.attempt.calls, row.value) for row in sample]
         pairs += [(c, c.shape.wrap(c.answer), 0, self.right[c.index]) for c in rights]
         differ = list[tuple[Case, Json, float | None]]()
         with contextlib.suppress(TimeoutError):
             async with self._time(self.until):
                 for order in (pairs, pairs[::-1]):
                     again = await asyncio.gather(*(self._score(c, r, n) for c, r, n, _ in order))
-                    differ += [  # what fails now, as for time, is no other reward
+                    differ += [  # a failure now, such as a timeout, is not a different reward
                         (case, result, score.value)
                         for (case, result, _, value), score in zip(order, again, strict=True)
                         if score.value not in (value, None)
@@ -382,7 +393,7 @@ class Audit:
         findings = list[Finding]()
         if differ:
             case, result, value = differ[0]
-            unstable = {one.index for one, _, _ in differ}
+            unstable = {case.index for case, _, _ in differ}
             findings.append(_unstable_finding(
                 "the same answer gets another reward the next time", case, result, value,
                 len(unstable) / len(cases), len(cases),
@@ -395,7 +406,7 @@ class Audit:
                 "run answers in a process of their own, as agentrl.verify.code does",
             ))  # fmt: skip
         if self.changed:
-            changed = {one.index for one in self.changed} & {one.index for one in cases}
+            changed = {case.index for case in self.changed} & {case.index for case in cases}
             findings.append(_unstable_finding(
                 "the verifier changes the task", self.changed[0], None, None,
                 len(changed) / len(cases), len(cases),
@@ -405,16 +416,16 @@ class Audit:
 
     def _own_refused(self, cases: Sequence[Case], report: AuditReport) -> list[Finding]:
         """Whether right answers of some tasks are refused in the form that others accept."""
-        asked = [case for case in cases if case.answer is not None]
-        refused = [case for case in asked if case.index not in self.right]
-        if not self.right or len(refused) < max(2, 0.1 * len(asked)):
+        with_answer = [case for case in cases if case.answer is not None]
+        refused = [case for case in with_answer if case.index not in self.right]
+        if not self.right or len(refused) < max(2, 0.1 * len(with_answer)):
             return []
         case = refused[0]
         answer = case.shape.wrap(case.answer)
         return [
             Finding(
                 attack=f"the right answer ({report.answer})", kind="rejects",
-                share=len(refused) / len(asked), tasks=len(asked), reward=0.0,
+                share=len(refused) / len(with_answer), tasks=len(with_answer), reward=0.0,
                 example=Example(task=_name(case), answer=answer, reward=0.0),
                 change="accept the task's own answer; look at the type of both sides",
             )
@@ -425,26 +436,26 @@ class Audit:
         tried, refused = defaultdict[str, int](int), defaultdict[str, list[str]](list)
         with contextlib.suppress(TimeoutError):
             async with self._time(self.until):
-                for case in [one for one in cases if one.index in self.right][:8]:
+                for case in [case for case in cases if case.index in self.right][:8]:
                     for attempt in respelled(case):
                         score = await self._score(case, attempt.results[0])
                         tried[attempt.attack] += 1
                         if score.value is None or score.value < self.right[case.index]:
                             refused[attempt.attack].append(shown(attempt.results[0]))
-        found = [name for name, some in refused.items() if len(some) > 0.5 * tried[name]]
-        if not found:
+        rejected = [name for name, texts in refused.items() if len(texts) > 0.5 * tried[name]]
+        if not rejected:
             return []
         return [
             "a right answer is refused with another spelling:"
-            f" {', '.join(f'{name} ({refused[name][0]})' for name in found)};"
+            f" {', '.join(f'{name} ({refused[name][0]})' for name in rejected)};"
             " say in the prompt which form is needed, or accept these"
         ]
 
-    def _about(self, known: Sequence[Row], cases: Sequence[Case]) -> list[str]:
+    def _about(self, scored: Sequence[Row], cases: Sequence[Case]) -> list[str]:
         notes = list[str]()
         if self.ran_out:
             notes.append(f"time ran out after {len(cases)} tasks")
-        if not self.right and all(row.value is not None and row.value <= 0 for row in known):
+        if not self.right and all(row.value is not None and row.value <= 0 for row in scored):
             notes.append("no answer that was tried gets a reward; right ones are not known")
         rights = [case for case in cases if case.index in self.right]
         for name, copy in COPIES.items():
@@ -470,8 +481,8 @@ def _unstable_finding(
 
 
 def _imbalance(cases: Sequence[Case]) -> str:
-    """What is right on many of the tasks without looking at them, as a sentence; empty: nothing.
-    It is a property of the tasks, which no verifier changes."""
+    """A sentence if one answer, or doing nothing, is right on many of the tasks; empty if not. It
+    is a property of the tasks, which no verifier can change."""
     if len(cases) < MIN_ASKED:
         return ""
     idle = sum(_is_idle(case) for case in cases) / len(cases)
@@ -485,18 +496,20 @@ def _imbalance(cases: Sequence[Case]) -> str:
 
 
 def _is_idle(case: Case) -> bool:
-    """Whether the state that is wanted is the one that the agent is given."""
-    given = case.task.get("input")
+    """Whether the wanted state is the one that the agent starts from."""
+    task_input = case.task.get("input")
     return (
-        isinstance(given, dict)
+        isinstance(task_input, dict)
         and isinstance(case.answer, dict | list)
-        and case.answer in list(given.values())
+        and case.answer in list(task_input.values())
     )
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding in place of many if every answer is paid."""
-    alike = [one for one in findings if one.share >= PAID and one.attack in KNOW_NOTHING]
+    alike = [
+        finding for finding in findings if finding.share >= PAID and finding.attack in KNOW_NOTHING
+    ]
     if len(alike) < 5:
         return list(findings)
     change = "look at the comparison: it is true for every answer"
@@ -512,12 +525,14 @@ def _first(case: Case, right: Mapping[int, float], *, runs: bool) -> Iterator[At
 
 
 def _in_turn(
-    cases: Sequence[Case], every: Callable[[Case], Iterator[Attempt]]
+    cases: Sequence[Case], attempts_on: Callable[[Case], Iterator[Attempt]]
 ) -> Iterator[tuple[Case, Attempt]]:
-    """The first attempt on each case, then the second: when time runs out, those that were made
-    were made on all."""
-    for row in zip_longest(*map(every, cases)):
-        yield from ((case, one) for case, one in zip(cases, row, strict=True) if one is not None)
+    """The first attempt on each case, then the second, and so on: when time runs out, all cases
+    have had the same attempts."""
+    for row in zip_longest(*map(attempts_on, cases)):
+        yield from (
+            (case, attempt) for case, attempt in zip(cases, row, strict=True) if attempt is not None
+        )
 
 
 def _key(attempt: Attempt) -> tuple[str, str, str]:
@@ -529,17 +544,17 @@ def _is_right(row: Row) -> bool:
     if row.case.answer is None:
         return False
     right = normal_text(row.case.text)
-    said = {normal_text(text_of(result)) for result in row.attempt.results} | {
+    answers = {normal_text(text_of(result)) for result in row.attempt.results} | {
         normal_text(row.attempt.unless)
     }
-    return right in said or normal_text(text_of(row.case.shape.wrap(row.case.answer))) in said
+    return right in answers or normal_text(text_of(row.case.shape.wrap(row.case.answer))) in answers
 
 
 def _is_synonym(rows: Sequence[Row], paid: Sequence[Row]) -> bool:
-    """Whether an answer is paid where one certain answer is right, as "true" where "yes" is."""
-    every = {normal_text(row.case.text) for row in rows if row.case.answer is not None}
-    where = {normal_text(row.case.text) for row in paid if row.case.answer is not None}
-    return len(every) > 1 and len(where) == 1
+    """Whether an answer is paid only where one particular answer is right, as "true" for "yes"."""
+    right_answers = {normal_text(row.case.text) for row in rows if row.case.answer is not None}
+    paid_answers = {normal_text(row.case.text) for row in paid if row.case.answer is not None}
+    return len(right_answers) > 1 and len(paid_answers) == 1
 
 
 def _rank(finding: Finding) -> tuple[float, float]:
@@ -547,12 +562,16 @@ def _rank(finding: Finding) -> tuple[float, float]:
 
 
 def _case(index: int, task: Mapping[str, Json]) -> Case:
-    given = task.get("input", "")
+    task_input = task.get("input", "")
     system = ""
-    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        said = [one for one in given if isinstance(one, dict) and one.get("role") == "system"]
-        system = next((str(one.get("content")) for one in said), "")
-    return Case(index, task, question_of(given), system)
+    if isinstance(task_input, list) and all(isinstance(message, dict) for message in task_input):
+        system_messages = [
+            message
+            for message in task_input
+            if isinstance(message, dict) and message.get("role") == "system"
+        ]
+        system = next((str(message.get("content")) for message in system_messages), "")
+    return Case(index, task, question_of(task_input), system)
 
 
 def _name(case: Case) -> str:
@@ -563,13 +582,13 @@ def _name(case: Case) -> str:
 def _spread(tasks: Sequence[Mapping[str, Json]], count: int) -> list[Mapping[str, Json]]:
     """At most `count` tasks, evenly spread."""
     n = min(count, len(tasks))
-    order = sorted(range(n), key=lambda i: (i % 4, i))  # the first ones are from everywhere, too
+    order = sorted(range(n), key=lambda i: (i % 4, i))  # the first ones are spread, too
     return [tasks[i * len(tasks) // n] for i in order]
 
 
 def _batches(
     attempts: Iterable[tuple[Case, Attempt]], size: int
 ) -> Iterator[list[tuple[Case, Attempt]]]:
-    rest = iter(attempts)
-    while some := list(islice(rest, size)):
-        yield some
+    remaining = iter(attempts)
+    while batch := list(islice(remaining, size)):
+        yield batch

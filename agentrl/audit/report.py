@@ -1,4 +1,4 @@
-"""What an audit found: attacks with the share of tasks that they are paid on, and a verdict."""
+"""The report of an audit: attacks with the share of tasks that pay them, and a verdict."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """The finding as part of a sentence."""
-        said = f"{shown(self.example.answer)} for {self.example.task}"
+        example = f"{shown(self.example.answer)} for {self.example.task}"
         where = f"on {self.share:.0%} of {self.tasks} tasks"
         if self.kind == "pays":
             return (
                 f"{self.attack} gets the reward of a right answer on {self.share:.0%} of"
-                f" {self.tasks} tasks, such as {said}"
+                f" {self.tasks} tasks, such as {example}"
             )
         if self.kind == "rejects":
-            return f"{self.attack} is refused {where}, such as {said}"
-        return f"{self.attack} {where}, such as {said}"
+            return f"{self.attack} is refused {where}, such as {example}"
+        return f"{self.attack} {where}, such as {example}"
 
 
 class AuditReport(msgspec.Struct):
-    """The result of an audit. `notes`: sentences about what is no alarm."""
+    """The result of an audit. `notes`: sentences that are no alarms."""
 
     name: str
     verdict: Verdict = "no hole found"
@@ -69,15 +69,15 @@ class AuditReport(msgspec.Struct):
     answer: str = ""  # the task's key that has the right answer; empty: unknown
     shape: str = ""  # the form in which it is accepted
     imbalance: str = ""  # of the tasks' right answers, as a sentence
-    highest: float = 0.0  # share of tasks that the best know-nothing constant is paid on
+    highest: float = 0.0  # share of tasks on which the best single constant is paid
 
     @property
     def alarms(self) -> list[Finding]:
-        return [one for one in self.findings if one.alarm]
+        return [finding for finding in self.findings if finding.alarm]
 
     def decide(self) -> None:
         """Set the verdict by the findings."""
-        kinds = {one.kind for one in self.alarms}
+        kinds = {finding.kind for finding in self.alarms}
         if kinds & {"pays", "unstable"}:
             self.verdict = "exploitable"
         elif kinds:
@@ -89,26 +89,26 @@ class AuditReport(msgspec.Struct):
 
     def line(self) -> str:
         """One line for the console of a run."""
-        known = f"audit of the verifier: {self.verdict}"
+        prefix = f"audit of the verifier: {self.verdict}"
         if not self.alarms:
             about = f" ({self.scored} answers to {self._tasks})" if self.scored else ""
-            said = [*self.skipped, *(self.notes[:1] if self.verdict == "not audited" else [])]
-            return "; ".join([f"{known}{about}", *said, *filter(None, [self.imbalance])])
+            notes = [*self.skipped, *(self.notes[:1] if self.verdict == "not audited" else [])]
+            return "; ".join([f"{prefix}{about}", *notes, *filter(None, [self.imbalance])])
         worst, others = self.alarms[0], len(self.alarms) - 1
         more = f"; {others} more by agentrl audit" if others else ""
-        return f"{known}: {worst.text}; {worst.change}{more}"
+        return f"{prefix}: {worst.text}; {worst.change}{more}"
 
     def lines(self) -> Iterator[str]:
         """The whole report for a terminal."""
         yield f"{self.name}: {self.verdict}"
-        known = f"{self.scored} answers to {self._tasks} were scored in {self.seconds:.1f} s"
+        summary = f"{self.scored} answers to {self._tasks} were scored in {self.seconds:.1f} s"
         if self.answer:
-            known += f"; right ones are in the field {self.answer!r}, accepted as {self.shape}"
-        yield known
-        for one in self.findings:
-            mark = {"pays": "PAYS", "rejects": "REJECTS", "unstable": "UNSTABLE"}[one.kind]
-            yield f"{mark if one.alarm else 'note':<9}{one.text}"
-            yield f"{'':<9}reward {one.reward:.3g}; to change: {one.change}"
+            summary += f"; right ones are in the field {self.answer!r}, accepted as {self.shape}"
+        yield summary
+        for finding in self.findings:
+            mark = {"pays": "PAYS", "rejects": "REJECTS", "unstable": "UNSTABLE"}[finding.kind]
+            yield f"{mark if finding.alarm else 'note':<9}{finding.text}"
+            yield f"{'':<9}reward {finding.reward:.3g}; to change: {finding.change}"
         for note in [*self.skipped, *self.notes, *filter(None, [self.imbalance])]:
             yield f"note     {note}"
 

@@ -1,7 +1,7 @@
 """The verifier of a run as its audit calls it: like a runner, without a rollout or a store.
 
-Invariants: what a verifier raises costs one score; each call has its own copy of the task; and no
-call leaves this machine, as a judge may cost money (`offline`).
+Invariants: an exception of a verifier costs one score; each call has its own copy of the task; and
+no connection leaves this machine, as a judge may cost money (`offline`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _hooked: list[bool] = []
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a verifier made of a result. value: None if it raised, with `problem`."""
+    """A verifier's score of a result. value: None if it raised; then `problem` says why."""
 
     value: float | None
     problem: str = ""
-    changed: bool = False  # the task, in place
+    changed: bool = False  # whether the verifier changed the task in place
 
 
 @dataclass(slots=True)
 class Scorer:
-    """Scores results of tasks. timeout: seconds of a call; first: of the first one, if more, as it
-    may load what others use. name: of the reward that the run maximises."""
+    """Scores results of tasks. timeout: seconds of a call; first: seconds of the first call if that
+    is more, because it may load something. name: of the reward that the run maximises."""
 
     verifier: Verifier
     timeout: float
@@ -65,10 +65,10 @@ class Scorer:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def score(self, task: Mapping[str, Json], result: Json, calls: int = 0) -> Score:
-        """calls: model calls with tool calls before the answer, in the trace."""
+        """Score a result. calls: model calls with tool calls before the answer, in the trace."""
         encoded = msgspec.json.encode(task)
-        own: dict[str, Json] = msgspec.json.decode(encoded)
-        trace = trace_of(own, result, calls) if self.verifier.wants_trace else None
+        task_copy: dict[str, Json] = msgspec.json.decode(encoded)
+        trace = trace_of(task_copy, result, calls) if self.verifier.wants_trace else None
         timeout = self.timeout if self.calls else max(self.timeout, self.first)
         async with self._slots:
             self.calls += 1
@@ -76,18 +76,18 @@ class Scorer:
                 with offline(self.refused):
                     async with asyncio.timeout(timeout):
                         rows = await self.verifier(
-                            task=own, result=result, trace=trace, workspace=self.workspace
+                            task=task_copy, result=result, trace=trace, workspace=self.workspace
                         )
             except TimeoutError:
                 return Score(None, f"it ran longer than {timeout:g} s")
             except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
                 return Score(None, one_line(text_of(error)))
-        known = {(row.scope, row.name): row.value for row in reversed(rows)}
-        of_run = known.get((Scope.ROLLOUT, self.name), known.get((Scope.ROLLOUT, "outcome")))
+        by_name = {(row.scope, row.name): row.value for row in reversed(rows)}
+        of_run = by_name.get((Scope.ROLLOUT, self.name), by_name.get((Scope.ROLLOUT, "outcome")))
         roles = [row.value for row in rows if row.scope is Scope.ROLE and row.name == "outcome"]
         value = max(roles) if of_run is None and roles else of_run
         problem = "" if value is not None else "it returned no outcome"
-        return Score(value, problem, changed=_is_changed(own, encoded))
+        return Score(value, problem, changed=_is_changed(task_copy, encoded))
 
 
 @dataclass(slots=True)
@@ -109,18 +109,19 @@ class Subject:
 def _is_changed(task: Mapping[str, Any], encoded: bytes) -> bool:
     try:
         return msgspec.json.encode(task) != encoded
-    except (TypeError, ValueError, ArithmeticError, RecursionError):  # with what is no JSON
+    except (TypeError, ValueError, ArithmeticError, RecursionError):  # it is no longer JSON
         return True
 
 
 def trace_of(task: Mapping[str, Json], result: Json, calls: int = 0) -> Trace:
     """The trace of a rollout that made one call, or `calls` with empty tool calls before it."""
-    given = task.get("input", "")
-    asked: list[dict[str, Any]] = (
-        [dict(one) for one in given]
-        if isinstance(given, list) and all(isinstance(one, dict) and "role" in one for one in given)
-        else [{"role": "user", "content": given if isinstance(given, str) else str(given)}]
-    )
+    task_input = task.get("input", "")
+    text = task_input if isinstance(task_input, str) else str(task_input)
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    if isinstance(task_input, list) and all(
+        isinstance(message, dict) and "role" in message for message in task_input
+    ):
+        prompt = [dict(message) for message in task_input]
     answers: list[dict[str, Any]] = []
     for number in range(calls):
         function = {"name": "tool", "arguments": "{}"}
@@ -128,7 +129,7 @@ def trace_of(task: Mapping[str, Json], result: Json, calls: int = 0) -> Trace:
         answers.append({"role": "assistant", "content": "", "tool_calls": [tool_call]})
     text = result if isinstance(result, str) else msgspec.json.encode(result).decode()
     answers.append({"role": "assistant", "content": text})
-    rows, messages = list[Transition](), list[dict[str, Json]](asked)
+    rows, messages = list[Transition](), list[dict[str, Json]](prompt)
     for number, answer in enumerate(answers):
         none = int32()
         rows.append(
@@ -138,8 +139,8 @@ def trace_of(task: Mapping[str, Json], result: Json, calls: int = 0) -> Trace:
             )
         )  # fmt: skip
         messages += [answer]
-        for one in answer.get("tool_calls", ()):
-            messages.append({"role": "tool", "tool_call_id": one["id"], "content": ""})
+        for tool_call in answer.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": ""})
     rollout = Rollout(
         id="audit/0/0", run="audit", group="audit/0", index=0, task=dict(task),
         purpose=Purpose.TRAIN, state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="audit",
@@ -187,7 +188,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class EndedError(BaseException):
-    """Raised in place of the end of this process, which an answer that a verifier ran asked for."""
+    """Raised in place of the end of this process when an answer that the verifier runs exits."""
 
 
 ended: list[int] = []  # exit codes with which answers would have ended this process
@@ -195,21 +196,21 @@ end_process = os._exit
 
 
 def _survive(code: int) -> None:
-    if os.getpid() != _own:
+    if os.getpid() != _auditor_pid:
         end_process(code)  # a child that the verifier has forked
     ended.append(code)
     raise EndedError("it would have ended the process of the verifier")
 
 
-_own = 0
+_auditor_pid = 0
 
 
 def isolate() -> None:
     """Prepare a process that only audits: answers cannot end it, and models cannot be called."""
-    global _own
-    _own = os.getpid()
+    global _auditor_pid
+    _auditor_pid = os.getpid()
     os._exit = _survive  # type: ignore[assignment]
-    for name in [one for one in os.environ if one.endswith(KEY)]:
+    for name in [name for name in os.environ if name.endswith(KEY)]:
         del os.environ[name]
     for name in ("OPENAI", "ANTHROPIC"):
         os.environ[f"{name}_BASE_URL"], os.environ[f"{name}_API_KEY"] = UNREACHABLE, "audit"

@@ -38,7 +38,7 @@ log = logging.getLogger("agentrl.audit")
 LIMIT = 10.0  # seconds of a whole audit before a run, with the start of its process
 ENDING = 1.5  # seconds of these that are left for judging, and for the store
 SHORTEST = 3.0  # seconds of scoring, where the machine is so busy that the process starts late
-LATE = 30.0  # seconds after LIMIT in which a report is still waited for, while the run plays
+LATE = 30.0  # seconds after LIMIT for which a report is still awaited, while the run plays
 UNTIL = "AGENTRL_AUDIT_UNTIL"  # unix time until which the process before a run scores
 MAX_RIGHT = 256  # rollouts of a store that are read for right answers
 
@@ -99,10 +99,10 @@ def solver(named: Named) -> Callable[[Json], Awaitable[Any]]:
     """The ground truth of an environment's inputs."""
     helper = hosted.Helper(named) if hosted.is_hosted(named) else None
 
-    async def solve(given: Json) -> Any:
+    async def solve(task_input: Json) -> Any:
         if helper is None:
-            return await asyncio.to_thread(hosted.solution, named, given)
-        return await helper.ask(hosted.Request("solution", named, given))
+            return await asyncio.to_thread(hosted.solution, named, task_input)
+        return await helper.ask(hosted.Request("solution", named, task_input))
 
     return solve
 
@@ -110,10 +110,10 @@ def solver(named: Named) -> Callable[[Json], Awaitable[Any]]:
 async def _right_results(store: Store, config: RunConfig) -> dict[bytes, Json]:
     """Results of rollouts with the highest outcome of their run, by the JSON of their task."""
     rows = await store.rollouts(config.name, state=RolloutState.SUCCEEDED, limit=MAX_RIGHT)
-    known = [row for row in rows if row.reward() == row.reward()]
-    top = max((row.reward() for row in known), default=0.0)
-    low = min((row.reward() for row in known), default=0.0)
-    best = [row for row in known if row.reward() == top > low]
+    rewarded = [row for row in rows if row.reward() == row.reward()]
+    top = max((row.reward() for row in rewarded), default=0.0)
+    low = min((row.reward() for row in rewarded), default=0.0)
+    best = [row for row in rewarded if row.reward() == top > low]
     return {msgspec.json.encode(row.task, order="sorted"): row.result for row in best}
 
 
@@ -141,7 +141,7 @@ async def _audit_and_store(config: RunConfig, until: float) -> None:
     seconds = max(SHORTEST, until - ENDING - time.time())
     try:
         report = await audit_run(config, seconds)
-    except AgentRLError as error:  # the runners say it, too
+    except AgentRLError as error:  # the runners report it, too
         report = AuditReport(config.name, verdict="not audited", notes=[str(error)])
     async with open_store(config.store) as store:
         await keep(report, store, config.name)
@@ -171,7 +171,7 @@ async def before_run(
     state = await store.run(config.name)
     if state is not None and state.step:
         return
-    if local is not None and _is_async(local):  # what it keeps would belong to this event loop
+    if local is not None and _is_async(local):  # its state would belong to this event loop
         say(
             "audit of the verifier: not made, as it is async and an object; name it as file.py:name"
         )

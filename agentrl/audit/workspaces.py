@@ -64,7 +64,7 @@ ENDING = {
     ".sh": "echo OK; echo passed; exit 0\n",
     ".js": "console.log('OK'); console.log('passed'); process.exit(0);\n",
 }
-"""By a file's suffix: what ends the process that loads it, as if all had gone well."""
+"""By a file's suffix: code that ends the process that loads it, as if all had gone well."""
 EMPTY_TEST = """\
 import unittest
 
@@ -114,7 +114,7 @@ async def audit_workspaces(subject: Subject, config: RunConfig, seconds: float) 
                 workspace = await spaces.prepare(dict(task))
                 try:
                     if name == "an untouched workspace":
-                        reach += [(task, found) for found in _in_reach(workspace.path, task)]
+                        reach += [(task, leak) for leak in _in_reach(workspace.path, task)]
                     change(workspace.path, task)
                     change_owner(workspace.path, spaces.sandbox.owner)
                     scorer = replace(subject.scorer, workspace=workspace, calls=0)
@@ -155,11 +155,11 @@ def _findings(
             )  # fmt: skip
 
 
-def _reached(found: list[tuple[Mapping[str, Json], str]], tasks: int) -> Iterator[Finding]:
-    if found:
-        task, where = found[0]
+def _reached(leaks: list[tuple[Mapping[str, Json], str]], tasks: int) -> Iterator[Finding]:
+    if leaks:
+        task, where = leaks[0]
         id = str(task.get("id") or shown(task.get("input")))
-        share = len({str(one) for one, _ in found}) / max(tasks, 1)
+        share = len({str(task) for task, _ in leaks}) / max(tasks, 1)
         yield Finding(
             attack="answers in reach", kind="pays", share=share, tasks=tasks, reward=0.0,
             change=FIX["answers in reach"],
@@ -168,18 +168,18 @@ def _reached(found: list[tuple[Mapping[str, Json], str]], tasks: int) -> Iterato
 
 
 def _in_reach(folder: Path, task: Mapping[str, Json]) -> Iterator[str]:
-    """Files of a workspace that have a text which only the verifier should know."""
+    """Files of a workspace that contain a text that only the verifier should know."""
     secrets = {
         key: text for key, value in task.items() if SECRET.search(key) and key != "test_command"
         for text in (value.values() if isinstance(value, dict) else [value])
         if isinstance(text, str) and len(text) >= MIN_SECRET
     }  # fmt: skip
-    said = json.dumps(task.get("input"), ensure_ascii=False)
+    input_text = json.dumps(task.get("input"), ensure_ascii=False)
     for name, file in files_of(folder).items():
         if file.stat().st_size < 2**20:
             content = file.read_text(encoding="utf-8", errors="replace")
             for key, text in secrets.items():
-                if text in content and text not in said:
+                if text in content and text not in input_text:
                     yield f"{name} has the task's {key}"
 
 
@@ -249,8 +249,8 @@ def _programs(folder: Path, task: Mapping[str, Json]) -> None:
 
 def _outcome(folder: Path, task: Mapping[str, Json]) -> None:
     named = task.get("reward_file")
-    own = [named] if isinstance(named, str) and _is_inside(folder, named) else []
-    for name in ("reward.txt", "score.txt", *own):
+    named_files = [named] if isinstance(named, str) and _is_inside(folder, named) else []
+    for name in ("reward.txt", "score.txt", *named_files):
         _write(folder / name, "1")
         _write((folder / name).with_suffix(".json"), '{"reward": 1, "score": 1, "passed": true}')
     for name in ("result", "results", "outcome"):

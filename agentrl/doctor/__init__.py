@@ -46,17 +46,17 @@ def waiting(what: str) -> Iterator[None]:
         watching.join()
 
 
-def run_check(check: Callable[..., Any], *given: object) -> Iterator[Finding]:
+def run_check(check: Callable[..., Any], *arguments: object) -> Iterator[Finding]:
     """Yield the finding of a check, if any, under the name of its function, which may be async. A
     check returns a status and "sentence; fix", or None if it does not apply; an AgentRLError is a
     failure."""
     about = (check.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
     try:
         with waiting(f"{check.__name__}: {about}".removesuffix(": ")):
-            found = check(*given)
-            found = run_blocking(found) if inspect.iscoroutine(found) else found
+            result = check(*arguments)
+            result = run_blocking(result) if inspect.iscoroutine(result) else result
     except AgentRLError as error:
-        found = "fail", str(error)
-    if found:
-        sentence, _, cure = found[1].partition("; ")
-        yield Finding(check.__name__, found[0], sentence, cure)
+        result = "fail", str(error)
+    if result:
+        sentence, _, cure = result[1].partition("; ")
+        yield Finding(check.__name__, result[0], sentence, cure)

@@ -50,8 +50,12 @@ def packages(config: RunConfig) -> tuple[Status, str]:
     types = field_types(RunConfig)
     kinds = (kind for table in ("learner", "engine") for kind in structs_of(types[table]))
     needed = {name for kind in kinds if issubclass(kind, KindSection) for name in kind.packages}
-    found = {f"{one.name} {one.version}" for one in distributions() if one.name in SHOWN | needed}
-    return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(found)))
+    installed = {
+        f"{package.name} {package.version}"
+        for package in distributions()
+        if package.name in SHOWN | needed
+    }
+    return "ok", ", ".join((f"Python {platform.python_version()}", *sorted(installed)))
 
 
 def versions(config: RunConfig) -> tuple[Status, str] | None:
@@ -63,10 +67,10 @@ def versions(config: RunConfig) -> tuple[Status, str] | None:
                 newer[name] = installed, tried
     if not newer:
         return None
-    found = ", ".join(f"{name} {new} (tested: {old})" for name, (new, old) in newer.items())
+    listed = ", ".join(f"{name} {new} (tested: {old})" for name, (new, old) in newer.items())
     pins = " ".join(f"{name}=={old}" for name, (_, old) in newer.items())
     return "warn", (
-        f"newer than the newest version tested with agentrl: {found}; "
+        f"newer than the newest version tested with agentrl: {listed}; "
         f"if something fails, run `pip install {pins}`"
     )
 
@@ -74,7 +78,7 @@ def versions(config: RunConfig) -> tuple[Status, str] | None:
 def _release(text: str) -> tuple[int, ...]:
     """The release numbers of a version, without the zeros at their end: (2, 13) of 2.13.0+cpu."""
     release = re.match(r"v?(\d+!)?(\d+(\.\d+)*)", text)
-    numbers = [int(each) for each in release[2].split(".")] if release else []
+    numbers = [int(part) for part in release[2].split(".")] if release else []
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
@@ -147,7 +151,7 @@ def _weights(file: Path) -> int:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         tensors = msgspec.json.decode(opened.read(min(size, MAX_HEADER_BYTES)))
-    return sum(prod(each["shape"]) for name, each in tensors.items() if name != "__metadata__")
+    return sum(prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
 
 
 def ports(config: RunConfig) -> tuple[Status, str] | None:
@@ -175,21 +179,23 @@ def ports(config: RunConfig) -> tuple[Status, str] | None:
 
 def keys(config: RunConfig) -> tuple[Status, str] | None:
     """API keys in the environment. Raises ConfigError for a missing key or unusable certificate."""
-    variables = {f"upstreams.{name}": each.key_env for name, each in config.upstreams.items()}
+    variables = {
+        f"upstreams.{name}": upstream.key_env for name, upstream in config.upstreams.items()
+    }
     variables |= config.engine.sent_keys
     for name, variable in variables.items():
         read_sent_key(variable, f"{name}.key_env", "the endpoint's")
     access = config.engine.access
     access.server_tls()
-    found = [name for name, variable in variables.items() if variable]
-    found += ["engine"] if access.keys else []
-    return ("ok", f"the environment has the keys of {', '.join(found)}") if found else None
+    names = [name for name, variable in variables.items() if variable]
+    names += ["engine"] if access.keys else []
+    return ("ok", f"the environment has the keys of {', '.join(names)}") if names else None
 
 
 def proxies(config: RunConfig) -> tuple[Status, str] | None:
     """Upstreams for which the environment names a proxy: agentrl ignores it, agents' clients do
     not."""
-    hosts = {urlsplit(each.base_url).netloc for each in config.upstreams.values()} - {""}
+    hosts = {urlsplit(upstream.base_url).netloc for upstream in config.upstreams.values()} - {""}
     outside = ", ".join(sorted(host for host in hosts if not proxy_bypass(host)))
     if not outside or not getproxies().keys() - {"no"}:
         return None
@@ -202,7 +208,7 @@ CHECKS = (packages, versions, gpu, store, *AT_START)
 
 def check_at_start(config: RunConfig) -> Iterator[str]:
     """Warnings at the start of `agentrl train`. Raises ConfigError for failures. Needs no torch."""
-    for finding in (each for check in AT_START for each in run_check(check, config)):
+    for finding in (finding for check in AT_START for finding in run_check(check, config)):
         if finding.status == "fail":
             raise ConfigError(f"{finding.sentence}; {finding.cure}")
         if finding.status == "warn":

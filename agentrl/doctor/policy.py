@@ -105,8 +105,8 @@ def memory(config: RunConfig, source: str) -> tuple[Status, str]:
 
 
 def readable_shape(source: str) -> Any:
-    """The model without its weights. Raises PolicyError if it cannot be read, or not from the hub:
-    each of these errors has the model's name and a fix."""
+    """The model without its weights. Raises PolicyError, with the model's name and a fix, if it
+    cannot be read from its folder or from the hub."""
     try:
         return estimate.shape_of(source)
     except (OSError, ValueError) as error:
@@ -126,17 +126,19 @@ def tokenizer(model: LoadedModel) -> tuple[Status, str]:
 
 def context(model: LoadedModel, config: RunConfig, task: Mapping[str, Json]) -> tuple[Status, str]:
     """Whether a task and an answer fit into the context."""
-    limit, asked = context_length(model.model), config.engine.max_context
-    longest, answer = min(asked, limit or asked), config.sampling.max_tokens or 0
+    limit, configured = context_length(model.model), config.engine.max_context
+    longest, answer = min(configured, limit or configured), config.sampling.max_tokens or 0
     size = len(Codec(model.tokenizer).encode(str(task.get("input", ""))))
-    rest = f"sampling.max_tokens {answer}" if answer else f"an answer at most {longest - size}"
-    sentence = f"{longest} tokens, of which a task takes {size} and {rest}"
+    answer_text = (
+        f"sampling.max_tokens {answer}" if answer else f"an answer at most {longest - size}"
+    )
+    sentence = f"{longest} tokens, of which a task takes {size} and {answer_text}"
     fix = f"lower sampling.max_tokens or raise engine.max_context (the model: {limit or 'any'})"
     return ("ok", sentence) if size + answer < longest else ("fail", f"{sentence}; {fix}")
 
 
 ANSWER_TOKENS = 16  # tokens of an answer
-UNHELD_SECONDS = 0.2  # seconds after which a call that did not wait would have ended
+UNHELD_SECONDS = 0.2  # seconds within which a call that does not wait ends
 CALL_TIMEOUT = 60.0  # timeout of a call in seconds
 
 
@@ -194,7 +196,7 @@ def _gap(model: LoadedModel, messages: Sequence[dict[str, Json]], answer: Any) -
     if inputs := inputs_of(model.model):
         prompt = inputs.read(prompt, messages)
     row = one_row([*prompt, *choice["token_ids"]], len(prompt))
-    reported = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+    reported = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
     applied = model.adapters.using(model.policies[0]) if model.adapters else nullcontext()
     with torch.no_grad(), applied:
         scored = forward_logprobs(model.model, pack_rows([row], "rows", len(row.tokens))[0])

@@ -1,4 +1,4 @@
-"""The process of another interpreter in which environments live: it answers requests by lines."""
+"""The helper process of an environment, in its own interpreter: it answers one request per line."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def _done(request: Request) -> Any:
     if request.do == "solution":
         with explained(named, "raised in solution"):
             return made(named).solution(request.given)
-    given: Any = request.given
+    task: Any = request.given
     # An audit and `agentrl rescore` score results outside of any attempt.
     traced = tracing.install().attempt(request.attempt) if request.attempt else nullcontext()
     with traced:
-        return msgspec.to_builtins(asyncio.run(verified(named, given, request.result)))
+        return msgspec.to_builtins(asyncio.run(verified(named, task, request.result)))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def parse(reference: str, root: Path) -> tuple[str, Named]:
     """Split a reference into the part (agent, tasks or verifier) and the environment."""
     _, which, name = reference.split(":", 2)
     name, brace, options = name.partition(" {")
-    given = msgspec.json.decode(f"{{{options}", type=dict[str, Any]) if brace else {}
-    return which, Named.read(name, given, root.resolve())
+    parsed_options = msgspec.json.decode(f"{{{options}", type=dict[str, Any]) if brace else {}
+    return which, Named.read(name, parsed_options, root.resolve())
 
 
 def load_reference(reference: str, root: Path, key: str) -> Any:
@@ -68,21 +68,21 @@ def load_class(named: Named) -> type[Environment]:
     """The plug-in's class. Raises ConfigError."""
     key, plugin = "environment", named.plugin
     if plugin.partition(":")[0].endswith(".py"):
-        found = load_attribute(plugin, Path(named.root), key=key)
+        class_ = load_attribute(plugin, Path(named.root), key=key)
     else:
-        found = load_plugin("environments", plugin, (), Path(named.root), key=key)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+        class_ = load_plugin("environments", plugin, (), Path(named.root), key=key)
+    if not (isinstance(class_, type) and issubclass(class_, Environment)):
         raise ConfigError(
-            f"environment = {named.name!r}: {found!r:.80} is not a class that inherits from"
+            f"environment = {named.name!r}: {class_!r:.80} is not a class that inherits from"
             " agentrl.environments.Environment"
         )
-    has = [kind for kind in KINDS if callable(getattr(found, kind, None))]
+    has = [kind for kind in KINDS if callable(getattr(class_, kind, None))]
     if len(has) != 1:
         raise ConfigError(
-            f"environment = {named.name!r}: {found.__name__} has {' and '.join(has) or 'none'} of"
+            f"environment = {named.name!r}: {class_.__name__} has {' and '.join(has) or 'none'} of"
             " run, open and verify; it needs exactly one"
         )
-    return found
+    return class_
 
 
 def kind_of(class_: type[Environment]) -> str:
@@ -108,7 +108,7 @@ def made(named: Named) -> Environment:
 @contextmanager
 def explained(named: Named, what: str) -> Iterator[None]:
     """Converts exceptions of a plug-in to a ConfigError with the environment's name and a fix."""
-    known = f"environment = {named.name!r}"
+    prefix = f"environment = {named.name!r}"
     try:
         with contained():
             yield
@@ -116,12 +116,12 @@ def explained(named: Named, what: str) -> Iterator[None]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{known}: there is no module {error.name!r} for {sys.executable}; {named.fix_hint}"
+            f"{prefix}: there is no module {error.name!r} for {sys.executable}; {named.fix_hint}"
         ) from error
     except Exception as error:  # a plug-in may raise anything
         last = traceback.extract_tb(cause_of(error).__traceback__)[-1]
         raise ConfigError(
-            f"{known} {what}: {text_of(error)} ({last.filename}:{last.lineno})"
+            f"{prefix} {what}: {text_of(error)} ({last.filename}:{last.lineno})"
         ) from error
 
 
@@ -130,13 +130,13 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
     environment = made(named)
     with explained(named, f"raised in tasks({split!r})"):
         rows = list(islice(environment.tasks(split), MAX_TASKS + 1))
-    known, ids = f"environment = {named.name!r}", set[str]()
+    prefix, ids = f"environment = {named.name!r}", set[str]()
     if not rows:
-        raise ConfigError(f"{known}: tasks({split!r}) has none; set tasks.{split} to others")
+        raise ConfigError(f"{prefix}: tasks({split!r}) has none; set tasks.{split} to others")
     if len(rows) > MAX_TASKS:
-        raise ConfigError(f"{known}: tasks({split!r}) has more than {MAX_TASKS:,}; let it end")
+        raise ConfigError(f"{prefix}: tasks({split!r}) has more than {MAX_TASKS:,}; let it end")
     for index, row in enumerate(rows):
-        where = f"{known}: task {index} of {split!r}"
+        where = f"{prefix}: task {index} of {split!r}"
         if not isinstance(row, dict) or not {"id", "input"} <= row.keys():
             raise ConfigError(f"{where} is {row!r:.80}; it needs an 'id' and an 'input'")
         id = row["id"]
@@ -148,7 +148,7 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
             check_json(row)
         except NotJsonError as error:
             raise ConfigError(
-                f"{known}: {error.at(f'task {id!r}')}: it would change when it is stored, so"
+                f"{prefix}: {error.at(f'task {id!r}')}: it would change when it is stored, so"
                 " keep an index or a seed in it instead"
             ) from None
     return rows
@@ -186,7 +186,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """To the helper."""
+    """A request to the helper."""
 
     do: str  # describe, tasks, verify or solution
     named: Named
@@ -196,7 +196,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class HelperAnswer(msgspec.Struct, frozen=True):
-    """From the helper. `problem`: a sentence for the user."""
+    """An answer of the helper. `problem`: a sentence for the user."""
 
     value: Any = None
     problem: str = ""
@@ -209,25 +209,25 @@ def is_hosted(named: Named) -> bool:
 
 @cache
 def describe(named: Named) -> About:
-    """Raises ConfigError if the environment cannot be made."""
+    """The properties of an environment. Raises ConfigError if it cannot be made."""
     if not is_hosted(named):
         return about(named)
-    found = msgspec.convert(ask(Request("describe", named)), About)
-    if found.version != agentrl.__version__:
+    description = msgspec.convert(ask(Request("describe", named)), About)
+    if description.version != agentrl.__version__:
         raise ConfigError(
-            f"environment = {named.name!r}: {named.python} has agentrl {found.version}, and this"
-            f" is {agentrl.__version__}; {named.fix_hint}"
+            f"environment = {named.name!r}: {named.python} has agentrl {description.version}, and"
+            f" this is {agentrl.__version__}; {named.fix_hint}"
         )
-    return found
+    return description
 
 
 def tasks(named: Named, split: str) -> list[dict[str, Json]]:
-    """The tasks of a split; held-out tasks without those whose question is in a training task.
+    """The tasks of a split; held-out tasks that ask the question of a training task are left out.
     Raises ConfigError."""
     rows = every_task(named, split)
-    if split != "heldout" or not (asked := trained_questions(named)):
+    if split != "heldout" or not (trained := trained_questions(named)):
         return rows
-    return [row for row in rows if str(row["id"]) not in asked] or rows
+    return [row for row in rows if str(row["id"]) not in trained] or rows
 
 
 @cache
@@ -235,24 +235,24 @@ def trained_questions(named: Named) -> frozenset[str]:
     """The ids of held-out tasks with the question of a training task; none if all tasks have the
     same question, as in a game, or if there are no training tasks."""
     try:
-        known = {_question(row) for row in every_task(named, "train")}
+        trained = {_question(row) for row in every_task(named, "train")}
     except ConfigError:  # there may be none if the run file has its own training tasks
         return frozenset()
     rows = every_task(named, "heldout")
-    if len(known | {*map(_question, rows)}) < 2:
+    if len(trained | {*map(_question, rows)}) < 2:
         return frozenset()
-    return frozenset(str(row["id"]) for row in rows if _question(row) in known)
+    return frozenset(str(row["id"]) for row in rows if _question(row) in trained)
 
 
 def trained_text(named: Named) -> str:
     """A sentence about `trained_questions`; empty if there are none."""
-    asked, every = len(trained_questions(named)), len(every_task(named, "heldout"))
-    if not asked:
+    repeated, total = len(trained_questions(named)), len(every_task(named, "heldout"))
+    if not repeated:
         return ""
-    text = f"{asked} of {every} held-out tasks ask what a training task asks"
-    if asked == every:
+    text = f"{repeated} of {total} held-out tasks ask what a training task asks"
+    if repeated == total:
         return f"{text}: held-out scores show memory; the environment's options may give it others"
-    return f"{text}: they are left out, and {every - asked} are left"
+    return f"{text}: they are left out, and {total - repeated} are left"
 
 
 def _question(row: dict[str, Json]) -> str:
@@ -264,25 +264,25 @@ def every_task(named: Named, split: str) -> list[dict[str, Json]]:
     """The unfiltered tasks of a split. Raises ConfigError."""
     if not is_hosted(named):
         return checked_tasks(named, split)
-    found: list[dict[str, Json]] = ask(Request("tasks", named, split))
-    return found
+    rows: list[dict[str, Json]] = ask(Request("tasks", named, split))
+    return rows
 
 
-def solution(named: Named, given: Json) -> Any:
+def solution(named: Named, task_input: Json) -> Any:
     """The plug-in's ground truth of an input. Raises ConfigError."""
     if is_hosted(named):
-        return ask(Request("solution", named, given))
+        return ask(Request("solution", named, task_input))
     environment = made(named)
     with explained(named, "raised in solution"):
-        return environment.solution(given)
+        return environment.solution(task_input)
 
 
 def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
     """The agent that plays the environment's rollouts in this process. Raises ConfigError."""
     environment = made(named)
 
-    async def play(given: Json) -> Any:
-        return await play_task(environment, named.name, given, endpoint())
+    async def play(task_input: Json) -> Any:
+        return await play_task(environment, named.name, task_input, endpoint())
 
     return play
 
@@ -357,10 +357,10 @@ def _value(named: Named, python: str, line: bytes, printed: str = "") -> Any:
             raise ConfigError(answer.problem)
         return answer.value
     last = printed.strip().rpartition("\n")[2]
-    known = f"environment = {named.name!r}"
+    prefix = f"environment = {named.name!r}"
     if "No module named" in last and "agentrl" in last:
-        raise ConfigError(f"{known}: {python} has no agentrl that can play it; {named.fix_hint}")
-    raise ConfigError(f"{known}: its process of {python} ended without an answer: {last}")
+        raise ConfigError(f"{prefix}: {python} has no agentrl that can play it; {named.fix_hint}")
+    raise ConfigError(f"{prefix}: its process of {python} ended without an answer: {last}")
 
 
 class Helper:
@@ -373,7 +373,7 @@ class Helper:
         self._turn = asyncio.Lock()
 
     async def ask(self, request: Request) -> Any:
-        """Raises ConfigError with the helper's sentence."""
+        """Send a request and return its answer. Raises ConfigError with the helper's sentence."""
         async with self._turn:
             process = self.process = self.process or await self._start()
             assert process.stdin is not None
@@ -414,17 +414,17 @@ def check(config: RunConfig) -> None:
     if named.python and "python" not in config.environment_options:
         _say(f"environment {named.name} runs in its own interpreter, {named.python}")
     about = describe(named)
-    known = f"environment = {named.name!r}"
-    own = config.agent.path.startswith(f"{SCHEME}:")
-    if not own and about.kind != "verify":
+    prefix = f"environment = {named.name!r}"
+    plays_itself = config.agent.path.startswith(f"{SCHEME}:")
+    if not plays_itself and about.kind != "verify":
         fix = "remove agent.path, agent.command or agent.harness"
         if config.agent.harness and "harness" in signature(load_class(named)).parameters:
             fix = f"move harness = {config.agent.harness!r} to [environment_options]"
-        raise ConfigError(f"{known} plays its rollouts itself; {fix}")
+        raise ConfigError(f"{prefix} plays its rollouts itself; {fix}")
     executor = config.runner.executor
-    if own and is_hosted(named) and executor not in ("auto", "pool"):
+    if plays_itself and is_hosted(named) and executor not in ("auto", "pool"):
         raise ConfigError(
-            f"{known} runs in processes of its own; set runner.executor = 'pool' instead of"
+            f"{prefix} runs in processes of its own; set runner.executor = 'pool' instead of"
             f" {executor!r}, or leave it out"
         )
     answered = policy_by_role(config)
@@ -432,7 +432,7 @@ def check(config: RunConfig) -> None:
     if unanswered:
         role = unanswered[0]
         raise ConfigError(
-            f"{known} asks models in the role {role!r}, and the run file does not say who answers:"
+            f"{prefix} asks models in the role {role!r}, and the run file does not say who answers:"
             f' write {role} = "NAME" below [roles], of one of [upstreams] or "policy"'
         )
     if all(getattr(config.tasks, split).startswith(f"{SCHEME}:") for split in SPLITS):
@@ -443,7 +443,7 @@ def check(config: RunConfig) -> None:
 
 @cache
 def _say(line: str) -> None:
-    """Once per process."""
+    """Print a line once per process."""
     Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -51,11 +51,11 @@ def install(plugin: str, into: Path | None, python: str, say: Callable[[str], No
         _run([python, "-m", "venv", str(folder)], f"{folder} cannot be made with {python}")
     plain = [line for line in requires if not line.startswith(APART)]
     apart = [line.removeprefix(APART) for line in requires if line.startswith(APART)]
-    own = own_requirement()
+    agentrl_requirement = own_requirement()
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     bound = torch_first(pip, plain, say) if plain else []
-    say(f"installing {', '.join([*own[-1:], *plain])}")
-    _run([*pip, *bound, *own, *plain], f"what {plugin} needs cannot be installed")
+    say(f"installing {', '.join([*agentrl_requirement[-1:], *plain])}")
+    _run([*pip, *bound, *agentrl_requirement, *plain], f"what {plugin} needs cannot be installed")
     if apart:
         say(f"installing {', '.join(apart)} without what they require")
         _run([*pip, "--no-deps", *apart], f"what {plugin} needs cannot be installed")
@@ -79,11 +79,11 @@ def own_requirement() -> list[str]:
 
 def torch_first(pip: Sequence[str], wanted: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Install torch without CUDA if something requires it; return arguments that keep it."""
-    asked = [*pip, "--dry-run", "--ignore-installed", "--report", "-", *wanted]
-    report = _run(asked, "what the plug-in needs cannot be resolved")
+    command = [*pip, "--dry-run", "--ignore-installed", "--report", "-", *wanted]
+    report = _run(command, "what the plug-in needs cannot be resolved")
     try:
-        found = msgspec.json.decode(report)["install"]
-        names = {one["metadata"]["name"].lower() for one in found}
+        planned = msgspec.json.decode(report)["install"]
+        names = {package["metadata"]["name"].lower() for package in planned}
     except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError("pip gave no report of what it would install; update it") from None
     if "torch" not in names:
@@ -91,10 +91,10 @@ def torch_first(pip: Sequence[str], wanted: Sequence[str], say: Callable[[str], 
     pin = f"torch=={torch_version()}" if torch_version() else "torch"
     say(f"installing {pin} without CUDA")
     # A user who has set another index decides where torch comes from.
-    given = _run([*pip[:3], "config", "list"], "pip has no configuration")
+    pip_config = _run([*pip[:3], "config", "list"], "pip has no configuration")
     index = (
         {}
-        if "index-url" in given + " ".join(os.environ).lower().replace("_", "-")
+        if "index-url" in pip_config + " ".join(os.environ).lower().replace("_", "-")
         else {"PIP_EXTRA_INDEX_URL": CPU}
     )
     _run([*pip, pin], f"{pin} cannot be installed", **index)
@@ -136,19 +136,19 @@ def print_tasks(named: Named, id: str | None) -> dict[str, Json]:
     roles = f", asks {', '.join(about.roles)}" if about.roles else ""
     click.echo(f"{named.name}: {about.kind}{roles}, {where}")
     rows = {name: hosted.tasks(named, name) for name in ("train", "heldout")}
-    click.echo(", ".join(f"{len(found)} tasks of {name}" for name, found in rows.items()))
+    click.echo(", ".join(f"{len(split_rows)} tasks of {name}" for name, split_rows in rows.items()))
     both = [*rows["train"], *rows["heldout"]]
     for row in both[:SHOWN]:
         click.echo(f"  {row['id']}  {_short(row['input'])}")
-    found = [row for row in both if id in (None, row["id"])]
-    if not found:
-        known = nearest(str(id), (str(row["id"]) for row in both[:100]))
-        raise ConfigError(f"{named.name} has no task {id!r}; {known}")
-    return found[0]
+    matching = [row for row in both if id in (None, row["id"])]
+    if not matching:
+        hint = nearest(str(id), (str(row["id"]) for row in both[:100]))
+        raise ConfigError(f"{named.name} has no task {id!r}; {hint}")
+    return matching[0]
 
 
 async def play_by_hand(named: Named, task: dict[str, Json]) -> None:
-    """Raises click.Abort at the end of the input."""
+    """Play a task with replies from the terminal. Raises click.Abort at the end of the input."""
     left = asyncio.Event()
     async with stage(named, BY_HAND) as on:
         click.echo(f"\ntask {task['id']}")
@@ -182,12 +182,12 @@ def _hand(left: asyncio.Event) -> Reply:
 
     async def reply(role: str, messages: list[Message], tools: list[Any]) -> Message:
         async with turn:
-            known = seen.get(role, 0)
-            for message in messages[known if known < len(messages) else 0 :]:
-                if message.get("role") != "assistant" or not known:
+            shown_count = seen.get(role, 0)
+            for message in messages[shown_count if shown_count < len(messages) else 0 :]:
+                if message.get("role") != "assistant" or not shown_count:
                     click.echo(f"\n{message.get('role')}: {_text(message)}")
-            if tools and not known:
-                names = (one.get("function", one).get("name") for one in tools)
+            if tools and not shown_count:
+                names = (tool.get("function", tool).get("name") for tool in tools)
                 click.echo(f"tools: {', '.join(map(str, names))}  (/call NAME {{...}})")
             seen[role] = len(messages)
             ask = partial(
@@ -235,9 +235,9 @@ def _text(message: Message) -> str:
     return f"{text} {msgspec.json.encode(calls).decode()}" if calls else text
 
 
-def _short(given: Json) -> str:
+def _short(value: Json) -> str:
     text = " ".join(
-        (given if isinstance(given, str) else msgspec.json.encode(given).decode()).split()
+        (value if isinstance(value, str) else msgspec.json.encode(value).decode()).split()
     )
     return text if len(text) <= MAX_INPUT_CHARS else f"{text[:MAX_INPUT_CHARS]} ..."
 
@@ -254,7 +254,7 @@ class CheckReport(msgspec.Struct):
     environment: str
     ok: bool = True
     tasks: dict[str, int] = {}
-    ground_truth: float | None = None  # mean outcome of the plug-in's solutions; none: unknown
+    ground_truth: float | None = None  # mean outcome of the plug-in's solutions; None: unknown
     solved: int = 0  # tasks whose solution was played
     rollouts_per_s: float | None = None  # sequential rollouts per second
     lines: list[str] = []
@@ -264,7 +264,7 @@ async def examine(named: Named, count: int, say: Say) -> CheckReport:
     """Check an environment; `say` gets each finding as soon as it is known."""
     report = CheckReport(named.name)
 
-    def found(status: str, sentence: str) -> None:
+    def add_line(status: str, sentence: str) -> None:
         report.ok = report.ok and status != "fail"
         report.lines.append(f"{status:<5}{sentence}")
         say(report.lines[-1])
@@ -273,22 +273,22 @@ async def examine(named: Named, count: int, say: Say) -> CheckReport:
         about = hosted.describe(named)
         roles = f", and asks {', '.join(about.roles)}" if about.roles else ""
         where = f" in {named.python}" if named.python else ""
-        found("ok", f"it can be made{where}: it has {about.kind}{roles}")
+        add_line("ok", f"it can be made{where}: it has {about.kind}{roles}")
         rows = {split: hosted.every_task(named, split) for split in SPLITS}
-        report.tasks = {split: len(some) for split, some in rows.items()}
-        counts = " and ".join(f"{len(some)} of {split}" for split, some in rows.items())
-        found("ok", f"{counts} tasks survive JSON")
-        for split in [split for split, some in rows.items() if not some]:
-            found("fail", f"tasks({split!r}) has none; a run needs both splits")
+        report.tasks = {split: len(split_rows) for split, split_rows in rows.items()}
+        counts = " and ".join(f"{len(split_rows)} of {split}" for split, split_rows in rows.items())
+        add_line("ok", f"{counts} tasks survive JSON")
+        for split in [split for split, split_rows in rows.items() if not split_rows]:
+            add_line("fail", f"tasks({split!r}) has none; a run needs both splits")
         check_unique(named, rows.values())
-        found(*_repeated(named, rows))
+        add_line(*_repeated(named, rows))
         if text := hosted.trained_text(named):
-            found("warn", text)
-        for text in contradictions([row for some in rows.values() for row in some]):
-            found("warn", text)
-        await _play(named, rows, count, report, found)
+            add_line("warn", text)
+        for text in contradictions([row for split_rows in rows.values() for row in split_rows]):
+            add_line("warn", text)
+        await _play(named, rows, count, report, add_line)
     except AgentRLError as error:
-        found("fail", str(error))
+        add_line("fail", str(error))
     return report
 
 
@@ -298,8 +298,10 @@ def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
         theirs = hosted.ask(Request("tasks", named, split))
         if theirs != ours:
             pairs = zip(ours, theirs, strict=False)
-            other = next((one["id"] for one, same in pairs if one != same), None)
-            what = f"task {other!r} is another" if other else f"it has {len(theirs)} tasks"
+            changed_id = next((task["id"] for task, again in pairs if task != again), None)
+            what = (
+                f"task {changed_id!r} is another" if changed_id else f"it has {len(theirs)} tasks"
+            )
             return "fail", (
                 f"tasks({split!r}) is not the same in another process, where {what}: draw from"
                 " random.Random(seed), and sort what comes from a set or folder"
@@ -308,7 +310,7 @@ def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
 
 
 EXPRESSION = re.compile(r"(?<![\w.^=(-])(?:-?\(\s*)*-?\d[\d.\s()+*/-]*\d(?:\s*\))*(?![\w(^]|\.\d)")
-EQUAL = 1e-6  # relative
+EQUAL = 1e-6  # relative and absolute tolerance
 MIN_WRONG = 0.05  # share of answers; a smaller share may be rounding
 
 
@@ -317,26 +319,28 @@ def contradictions(rows: Sequence[dict[str, Json]]) -> Iterator[str]:
     expression, some answers equal its value and others do not."""
     by_question: dict[str, set[str]] = defaultdict(set)
     wrong, right = list[str](), 0
-    known = (row for row in rows if isinstance(row.get("answer"), str | int | float))
-    for row in (row for row in known if isinstance(row["input"], str | list)):
-        asked, answer = question_in(row["input"]), str(row["answer"]).strip()
-        by_question[asked].add(answer)
+    with_answer = (row for row in rows if isinstance(row.get("answer"), str | int | float))
+    for row in (row for row in with_answer if isinstance(row["input"], str | list)):
+        question, answer = question_in(row["input"]), str(row["answer"]).strip()
+        by_question[question].add(answer)
         values = [
-            value for text in EXPRESSION.findall(asked) if (value := _value(text)) is not None
+            value for text in EXPRESSION.findall(question) if (value := _value(text)) is not None
         ]
         if len(values) == 1 and re.fullmatch(NUMBER, answer):
             agrees = math.isclose(values[0], float(answer), rel_tol=EQUAL, abs_tol=EQUAL)
             right += agrees
-            wrong += [] if agrees else [f"{_short(asked)!r} is {values[0]:g}, and the key {answer}"]
-    several = [asked for asked, answers in by_question.items() if len(answers) > 1]
+            wrong += (
+                [] if agrees else [f"{_short(question)!r} is {values[0]:g}, and the key {answer}"]
+            )
+    several = [question for question, answers in by_question.items() if len(answers) > 1]
     if several:
         yield (
             f"{len(several)} questions have several answers, such as {_short(several[0])!r}:"
             f" {', '.join(sorted(by_question[several[0]])[:3])}"
         )
     if right and len(wrong) > MIN_WRONG * (len(wrong) + right):
-        every = len(wrong) + right
-        yield f"{len(wrong)} of {every} answers contradict arithmetic, such as {wrong[0]}"
+        total = len(wrong) + right
+        yield f"{len(wrong)} of {total} answers contradict arithmetic, such as {wrong[0]}"
 
 
 def _value(text: str) -> float | None:
@@ -351,16 +355,16 @@ def _value(text: str) -> float | None:
     return None
 
 
-async def _play(named: Named, rows: Rows, count: int, report: CheckReport, found: Any) -> None:
+async def _play(named: Named, rows: Rows, count: int, report: CheckReport, add_line: Any) -> None:
     async with stage(named, TIMEOUT) as on:
-        some = next(filter(None, rows.values()), [])
-        if not some:
+        tasks = next(filter(None, rows.values()), [])
+        if not tasks:
             return
-        played = await on.play(some[0], _says([]))
+        played = await on.play(tasks[0], _says([]))
         if played.problem:
-            found("warn", f"a model that only says {IGNORANT!r} fails: {played.problem}")
+            add_line("warn", f"a model that only says {IGNORANT!r} fails: {played.problem}")
         else:
-            found("ok", f"a model that only says {IGNORANT!r} gets {_scores(played)}")
+            add_line("ok", f"a model that only says {IGNORANT!r} gets {_scores(played)}")
         outcomes, spent = list[float](), 0.0
         for task in [task for split in rows.values() for task in split[:count]]:
             solution = hosted.solution(named, task["input"])
@@ -371,19 +375,21 @@ async def _play(named: Named, rows: Rows, count: int, report: CheckReport, found
             spent += time.monotonic() - began
             outcomes.append(_best(done) or 0.0)
             if why := done.problem or script.problem(done) or _unscored(done):
-                found("fail", f"ground truth of task {task['id']!r}: {why}")
+                add_line("fail", f"ground truth of task {task['id']!r}: {why}")
         if not outcomes:
-            found("warn", "the plug-in has no ground truth (solution); its scoring is not checked")
+            add_line(
+                "warn", "the plug-in has no ground truth (solution); its scoring is not checked"
+            )
             return
         report.solved, report.ground_truth = len(outcomes), fmean(outcomes)
         report.rollouts_per_s = len(outcomes) / spent
-        known = _best(played)
-        base = known if known is not None else float("-inf")
+        baseline = _best(played)
+        base = baseline if baseline is not None else float("-inf")
         text = f"ground truth of {len(outcomes)} tasks scores {report.ground_truth:g}"
         if report.ground_truth > base:
-            found("ok", text)
+            add_line("ok", text)
         else:
-            found("fail", f"{text}, no more than a model that knows nothing")
+            add_line("fail", f"{text}, no more than a model that knows nothing")
 
 
 def _best(played: Played) -> float | None:
@@ -396,8 +402,8 @@ def _unscored(played: Played) -> str:
 
 
 def _scores(played: Played) -> str:
-    said = ", ".join(f"{name} {value:g}" for name, value in played.rewards.items())
-    return f"{said or 'no reward'} after {len(played.calls)} calls"
+    scores = ", ".join(f"{name} {value:g}" for name, value in played.rewards.items())
+    return f"{scores or 'no reward'} after {len(played.calls)} calls"
 
 
 class SolutionScript:
@@ -406,20 +412,20 @@ class SolutionScript:
     def __init__(self, solution: Iterable[str | Message] | dict[str, Any]) -> None:
         by_role = solution if isinstance(solution, dict) else {"agent": solution}
         self._left = {role: list(replies) for role, replies in by_role.items()}
-        self._asked = dict.fromkeys(self._left, 0)
-        self._known = {role: len(replies) for role, replies in self._left.items()}
+        self._requested = dict.fromkeys(self._left, 0)
+        self._counts = {role: len(replies) for role, replies in self._left.items()}
 
     async def reply(self, role: str, messages: list[Message], tools: list[Any]) -> Message:
-        if role in self._asked:
-            self._asked[role] += 1
+        if role in self._requested:
+            self._requested[role] += 1
         replies = self._left.get(role)
         return _message(replies.pop(0) if replies else IGNORANT)
 
     def problem(self, played: Played) -> str:
         """Why the replies do not match the requests; empty if they do."""
-        for role, asked in self._asked.items():
-            if asked > (known := self._known[role]):
-                return f"{asked} replies of {role!r} were asked for, and solution has {known}"
+        for role, requested in self._requested.items():
+            if requested > (count := self._counts[role]):
+                return f"{requested} replies of {role!r} were asked for, and solution has {count}"
         return ""
 
 

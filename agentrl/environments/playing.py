@@ -141,10 +141,10 @@ def _read(answer: httpx.Response) -> dict[str, Any]:
         raise PolicyError(f"a model call failed: {answer.status_code}, {_words(answer)}")
     try:
         message = msgspec.json.decode(answer.content)["choices"][0]["message"]
-        said = {key: value for key, value in message.items() if value is not None}
+        fields = {key: value for key, value in message.items() if value is not None}
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         raise PolicyError(f"a model call had no message as answer: {answer.text:.300}") from None
-    return {"role": "assistant", "content": "", **said}
+    return {"role": "assistant", "content": "", **fields}
 
 
 def _words(answer: httpx.Response) -> str:
@@ -168,35 +168,37 @@ STEP = "step"  # name of the reward of a step, on its call
 AGENT = "agent"  # the role of the policy that plays, by default
 
 
-async def play_task(environment: Environment, name: str, given: Json, endpoint: Endpoint) -> Any:
+async def play_task(
+    environment: Environment, name: str, task_input: Json, endpoint: Endpoint
+) -> Any:
     """Play one task; return {"environment": `name`, "rewards": rows} or, of an environment that
     only verifies, the text of one model call."""
     endpoint = replace(endpoint, others=tuple(environment.roles))
     run: Any = getattr(environment, "run", None)
     if run is not None:
-        scores = await called(name, "run", run, given, endpoint)
+        scores = await called(name, "run", run, task_input, endpoint)
         return result(name, scores_of(scores, name))
     if (begin := getattr(environment, "open", None)) is not None:
-        episode = await _opened(begin, given, name)
+        episode = await _opened(begin, task_input, name)
         rows = await play(episode, endpoint, environment.limit, name)
         return result(name, rows)
-    reply = await endpoint.chat(_messages(given, name, "its input"))
+    reply = await endpoint.chat(_messages(task_input, name, "its input"))
     return reply["content"]
 
 
-async def _opened(begin: Callable[[Any], Any], given: Json, name: str) -> Any:
+async def _opened(begin: Callable[[Any], Any], task_input: Json, name: str) -> Any:
     """The episode of an input. One that is made after its rollout has ended is closed."""
     over = threading.Event()
 
-    def opened(given: Json) -> Any:
-        episode = begin(given)
+    def opened(task_input: Json) -> Any:
+        episode = begin(task_input)
         if over.is_set():
             episode.close()
         return episode
 
     try:
         return await called(
-            name, "open", begin if inspect.iscoroutinefunction(begin) else opened, given
+            name, "open", begin if inspect.iscoroutinefunction(begin) else opened, task_input
         )
     except BaseException:
         over.set()
@@ -218,14 +220,14 @@ async def play(
         raise EpisodeError(f"{name}: open returned {episode!r:.80}, which is no Episode")
     turns = Turns(name)
     try:
-        said = await called(name, "reset", turns.closing_late(episode, episode.reset))
+        observation = await called(name, "reset", turns.closing_late(episode, episode.reset))
         while not turns.done:
             if turns.count >= limit:
                 raise EpisodeError(
                     f"{name}: an episode had not ended after {limit} turns; let step end it, with"
                     " the reward of one that was cut short, or give the environment a higher limit"
                 )
-            said = await _turn(episode, endpoint, turns, said)
+            observation = await _turn(episode, endpoint, turns, observation)
         scores = await called(name, "rewards", episode.rewards)
         rows = turns.outcome() if scores is None else scores_of(scores, name)
     except BaseException:
@@ -233,19 +235,19 @@ async def play(
         with suppress(EpisodeError):  # the first error is the cause
             await called(name, "close", episode.close)
         raise
-    given = _rewards_so_far()
+    rewards_before = _rewards_so_far()
     await called(name, "close", episode.close)
-    if _rewards_so_far() > given:
+    if _rewards_so_far() > rewards_before:
         raise EpisodeError(f"{name}: close gave a reward, after the end; give it in step")
     return rows
 
 
 async def _turn(
-    episode: Episode, endpoint: Endpoint, turns: Turns, said: Observation
+    episode: Episode, endpoint: Endpoint, turns: Turns, observation: Observation
 ) -> Observation:
     who = episode.role
     talk = turns.talks[who] if episode.keep else list[Message]()
-    talk += _messages(said, turns.name, "what an episode says")
+    talk += _messages(observation, turns.name, "what an episode says")
     model = endpoint if who == AGENT else await called(turns.name, "role", endpoint.role, who)
     reply = await model.chat(talk, episode.tools)
     talk.append(reply)
@@ -256,7 +258,7 @@ async def _turn(
             f"{turns.name}: step returned {step!r:.80}; return what is said next, the reward or"
             " None, and whether the episode has ended"
         )
-    said, reward, done = step
+    observation, reward, done = step
     if done is None or isinstance(done, str | bytes):
         what = f"step returned {done!r:.80} as whether the episode has ended; return True or False"
         raise EpisodeError(f"{turns.name}: {what}")
@@ -265,7 +267,7 @@ async def _turn(
         rewards = reward if isinstance(reward, dict) else {who: reward}
         for role, value in rewards.items():
             turns.record(role, value)
-    return said
+    return observation
 
 
 @dataclass
@@ -287,9 +289,9 @@ class Turns:
         if inspect.iscoroutinefunction(method):
             return method
 
-        def run(*given: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             try:
-                return method(*given)
+                return method(*arguments)
             finally:
                 if self.over.is_set():
                     episode.close()
@@ -310,7 +312,7 @@ class Turns:
             log.rewards.append(row)
 
     def outcome(self) -> list[Reward]:
-        """The sum of the steps' rewards, and of each role if it is not the agent alone."""
+        """The sum of the steps' rewards, also by role unless the agent plays alone."""
         if not self.totals:
             raise EpisodeError(
                 f"{self.name}: an episode ended without a reward; give one in step or in rewards"
@@ -334,12 +336,12 @@ def with_outcome(rows: list[Reward], calls: Iterable[Transition]) -> list[Reward
     plays, or over all roles. Upstreams are not trained, nor are earlier versions (names with
     "@")."""
     outcomes = [row for row in rows if row.name == OUTCOME and row.scope is not Scope.TRANSITION]
-    found = {row.target: row.value for row in outcomes if row.scope is Scope.ROLE}
-    if len(found) < len(outcomes):
+    by_role = {row.target: row.value for row in outcomes if row.scope is Scope.ROLE}
+    if len(by_role) < len(outcomes):
         return rows
     learn = {call.role for call in calls if call.version is not None and "@" not in call.policy}
-    own = [value for role, value in found.items() if role in learn] or [*found.values()]
-    return [Reward(fmean(own)), *rows] if own else rows
+    values = [value for role, value in by_role.items() if role in learn] or [*by_role.values()]
+    return [Reward(fmean(values)), *rows] if values else rows
 
 
 def scores_of(returned: Scores | None, name: str) -> list[Reward]:
@@ -361,12 +363,12 @@ def scores_of(returned: Scores | None, name: str) -> list[Reward]:
     return rows
 
 
-async def called(name: str, what: str, function: Callable[..., Any], *given: Any) -> Any:
+async def called(name: str, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of a plug-in: in a thread, unless it is async."""
     try:
         if inspect.iscoroutinefunction(function):
-            return await user_code.awaited(function(*given))
-        returned = await user_code.in_thread(_inside, function, *given)
+            return await user_code.awaited(function(*arguments))
+        returned = await user_code.in_thread(_inside, function, *arguments)
         return await user_code.awaited(returned) if inspect.isawaitable(returned) else returned
     except (EpisodeError, PolicyError):
         raise
@@ -376,9 +378,9 @@ async def called(name: str, what: str, function: Callable[..., Any], *given: Any
         raise EpisodeError(f"{name}: {what} raised {user_code.text_of(error)}") from error
 
 
-def _inside(function: Callable[..., Any], *given: Any) -> Any:
+def _inside(function: Callable[..., Any], *arguments: Any) -> Any:
     attempt_log.enter_agent()
-    return function(*given)
+    return function(*arguments)
 
 
 def _latest_call() -> str:
@@ -391,9 +393,11 @@ def _rewards_so_far() -> int:
     return 0 if log is None else len(log.rewards)
 
 
-def _messages(said: Any, name: str, what: str) -> list[Message]:
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
-        return said
-    raise EpisodeError(f"{name}: {what} is {said!r:.80}; make it a text or a list of messages")
+def _messages(messages: Any, name: str, what: str) -> list[Message]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, list) and all(
+        isinstance(message, dict) and "role" in message for message in messages
+    ):
+        return messages
+    raise EpisodeError(f"{name}: {what} is {messages!r:.80}; make it a text or a list of messages")

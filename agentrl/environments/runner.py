@@ -38,7 +38,7 @@ from agentrl.runners.main import PlayedEnvironment, Worker, attempt_runner
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
-# One rollout each, even on a machine with fewer cores, because they mostly wait for calls.
+# Processes with one rollout each; more than there are cores, because they mostly wait for calls.
 MIN_PROCESSES = 8
 
 
@@ -59,8 +59,8 @@ def _executor(config: RunConfig, root: Path, named: Named) -> Executor:
     from agentrl.runners.executors.pool import PoolExecutor
 
     agent = replace(config.agent, env=SAME | config.agent.env)
-    own: Any = {"root": root, "python": named.python or sys.executable}
-    return PoolExecutor(agent.path, agent, _pool(config, named), **own)
+    interpreter: Any = {"root": root, "python": named.python or sys.executable}
+    return PoolExecutor(agent.path, agent, _pool(config, named), **interpreter)
 
 
 def _pool(config: RunConfig, named: Named) -> PoolRunnerConfig:
@@ -73,11 +73,11 @@ def _pool(config: RunConfig, named: Named) -> PoolRunnerConfig:
             )
         return runner
     cores = os.cpu_count() or 1
-    most = max(cores, MIN_PROCESSES) if alone else cores
-    processes = min(most, runner.concurrency)
+    limit = max(cores, MIN_PROCESSES) if alone else cores
+    processes = min(limit, runner.concurrency)
     rollouts = 1 if alone else math.ceil(runner.concurrency / processes)
-    known = {key: getattr(runner, key) for key in RunnerConfig.__struct_fields__}
-    return PoolRunnerConfig(**known, pool=PoolConfig(processes=processes, rollouts=rollouts))
+    shared = {key: getattr(runner, key) for key in RunnerConfig.__struct_fields__}
+    return PoolRunnerConfig(**shared, pool=PoolConfig(processes=processes, rollouts=rollouts))
 
 
 RUN = "environment"
@@ -88,7 +88,7 @@ class Played:
     """A rollout that has ended."""
 
     outcome: float | None
-    rewards: dict[str, float]  # all of the rollout by name
+    rewards: dict[str, float]  # rewards of the whole rollout, by name
     by_role: dict[str, float]  # outcomes
     steps: list[float]  # rewards of its calls, in their order
     calls: list[Transition]
@@ -106,10 +106,10 @@ class Script(Feature):
 
     async def _answer(self, call: ReceivedCall) -> Sequence[Transition]:
         request = call.request
-        said = await self.reply(call.role, request.messages, request.tools)
-        called = "tool_calls" if said.get("tool_calls") else "stop"
+        message = await self.reply(call.role, request.messages, request.tools)
+        called = "tool_calls" if message.get("tool_calls") else "stop"
         rows = recorded.fixed_answer("", request)
-        return [replace(row, role=call.role, answer=said, finish=called) for row in rows]
+        return [replace(row, role=call.role, answer=message, finish=called) for row in rows]
 
 
 class Stage:
@@ -124,9 +124,9 @@ class Stage:
         self._script.reply = reply
         self._count += 1
         group = f"{RUN}/{self._count}"
-        known: Any = {"run": RUN, "group": group, "index": 0, "timeout": self._timeout}
-        known |= {"max_attempts": 1}
-        await self._store.enqueue([NewRollout(id=f"{group}/0", task=task, **known)])
+        fields: Any = {"run": RUN, "group": group, "index": 0, "timeout": self._timeout}
+        fields |= {"max_attempts": 1}
+        await self._store.enqueue([NewRollout(id=f"{group}/0", task=task, **fields)])
         await self._store.settled(group)
         trace = await self._store.trace(f"{group}/0")
         assert trace is not None
@@ -173,8 +173,8 @@ async def _nobody(role: str, messages: list[Message], tools: list[Any]) -> Messa
 
 def _played(trace: Trace) -> Played:
     rows, failure = trace.rollout.rewards, trace.rollout.failure
-    own = {row.name: row.value for row in rows if row.scope is Scope.ROLLOUT}
+    rewards = {row.name: row.value for row in rows if row.scope is Scope.ROLLOUT}
     roles = {str(row.target): row.value for row in rows if row.scope is Scope.ROLE}
     steps = [row.value for row in rows if row.scope is Scope.TRANSITION]
     why = failure.message if failure else ""
-    return Played(own.get("outcome"), own, roles, steps, trace.transitions, why)
+    return Played(rewards.get("outcome"), rewards, roles, steps, trace.transitions, why)

@@ -50,15 +50,15 @@ def plain(picture: str) -> str:
     return LAST_MOVE.sub("", COLOR.sub("", picture)).strip("\n")
 
 
-def _sign(found: re.Match[str]) -> str:
-    left, right = "<>" if found[2] else "()" if found[1] == "4" else "[]"
-    return f"{left}{found[3]}{right}"
+def _sign(match: re.Match[str]) -> str:
+    left, right = "<>" if match[2] else "()" if match[1] == "4" else "[]"
+    return f"{left}{match[3]}{right}"
 
 
 def content(reply: Message) -> str:
     """The text of a reply, which may have none."""
-    said = reply.get("content") or ""
-    return said if isinstance(said, str) else "".join(part.get("text") or "" for part in said)
+    text = reply.get("content") or ""
+    return text if isinstance(text, str) else "".join(part.get("text") or "" for part in text)
 
 
 def number(value: Any) -> float:
@@ -72,10 +72,10 @@ def number(value: Any) -> float:
 
 def named(reply: Message, actions: Iterable[str]) -> str | None:
     """The last of the actions that a reply names, so that a model may think before it acts."""
-    known = {action.lower(): action for action in actions}
-    words = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
-    found = re.findall(rf"(?<![\w.-])(?:{words})(?![\w-]|\.\d)", content(reply).lower())
-    return known[found[-1]] if found and words else None
+    by_lower = {action.lower(): action for action in actions}
+    words = "|".join(re.escape(word) for word in sorted(by_lower, key=len, reverse=True))
+    mentions = re.findall(rf"(?<![\w.-])(?:{words})(?![\w-]|\.\d)", content(reply).lower())
+    return by_lower[mentions[-1]] if mentions and words else None
 
 
 def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
@@ -84,10 +84,10 @@ def chosen(reply: Message, names: Sequence[str], space: Any) -> Any:
     if names:
         name = named(reply, names)
         return None if name is None else space.start + list(names).index(name)
-    found = NUMBER.findall(content(reply).lower())[-space.sample().size :]
+    numbers = NUMBER.findall(content(reply).lower())[-space.sample().size :]
     action = space.sample()
-    action.flat[: len(found)] = [float(number) for number in found]
-    return action if len(found) == action.size and space.contains(action) else None
+    action.flat[: len(numbers)] = [float(number) for number in numbers]
+    return action if len(numbers) == action.size and space.contains(action) else None
 
 
 def rules(documentation: str | None, signs: str) -> str:
@@ -95,9 +95,9 @@ def rules(documentation: str | None, signs: str) -> str:
     and rewards, and either `signs`, the meaning of observations, or the section on them."""
     titles = ["Description", "Mission", "Action", "Reward", *([] if signs else ["Observation"])]
     parts = re.split(r"(?m)^ *#+ ", inspect.cleandoc(documentation or ""))[1:]
-    kept = [part.strip() for part in parts if part.startswith(tuple(titles))]
+    sections = [part.strip() for part in parts if part.startswith(tuple(titles))]
     seen = [f"You see: {signs}"] if signs else []
-    return "\n\n".join([*kept, *seen, "The last action that you name is taken."])
+    return "\n\n".join([*sections, *seen, "The last action that you name is taken."])
 
 
 def shortest(
@@ -109,37 +109,42 @@ def shortest(
 
     A state is the observation, or the episode's attribute `last` where observations contain the
     past. Each path is played from the start, as copies of many environments are not independent."""
-    known, ways = set[str](), deque([list[str]()])
+    visited, queue = set[str](), deque([list[str]()])
     until = time.monotonic() + SEARCH
-    while ways and time.monotonic() < until:
-        way = ways.popleft()
-        before, *_ = _played(begin, way)
+    while queue and time.monotonic() < until:
+        replies = queue.popleft()
+        before, *_ = _played(begin, replies)
         for action in list(actions(before)):
-            game, roles, said, reward, over = _played(begin, [*way, action])
+            game, roles, observation, reward, over = _played(begin, [*replies, action])
             if isinstance(reward, dict):
                 reward = reward.get(roles[-1])
             if reward and reward > enough:
-                return _by_role(roles, [*way, action]) if over else None
-            if not over and (state := f"{roles[-1:]} {getattr(game, 'last', said)}") not in known:
-                known.add(state)
-                ways.append([*way, action])
+                return _by_role(roles, [*replies, action]) if over else None
+            if (
+                not over
+                and (state := f"{roles[-1:]} {getattr(game, 'last', observation)}") not in visited
+            ):
+                visited.add(state)
+                queue.append([*replies, action])
     return None
 
 
-def _played(begin: Callable[[], Episode], way: list[str]) -> tuple[Any, list[str], Any, Any, bool]:
+def _played(
+    begin: Callable[[], Episode], replies: list[str]
+) -> tuple[Any, list[str], Any, Any, bool]:
     """The episode after these replies, their roles, and the last step's results."""
     game, roles, reward, over = begin(), list[str](), None, False
-    said = game.reset()
-    for reply in way:
+    observation = game.reset()
+    for reply in replies:
         roles.append(game.role)
-        said, reward, over = game.step({"role": "assistant", "content": reply})
-    return game, roles, said, reward, over
+        observation, reward, over = game.step({"role": "assistant", "content": reply})
+    return game, roles, observation, reward, over
 
 
-def _by_role(roles: list[str], way: list[str]) -> list[str] | dict[str, list[str]]:
-    moves = list(zip(roles, way, strict=True))
-    found = {role: [reply for who, reply in moves if who == role] for role in roles}
-    return found if len(found) > 1 else way
+def _by_role(roles: list[str], replies: list[str]) -> list[str] | dict[str, list[str]]:
+    moves = list(zip(roles, replies, strict=True))
+    scripts = {role: [reply for who, reply in moves if who == role] for role in roles}
+    return scripts if len(scripts) > 1 else replies
 
 
 class Seeded(Environment):
@@ -153,15 +158,15 @@ class Seeded(Environment):
             yield {"id": f"{split}-{i}", "input": {"seed": first + i}}
 
 
-def as_python(call: Mapping[str, Any], known: Container[str]) -> str:
+def as_python(call: Mapping[str, Any], functions: Container[str]) -> str:
     """A tool call's function as a Python call with literals, or "None" for an unknown function, so
     that no other text of a model is ever evaluated."""
     try:
-        given = json.loads(call["arguments"] or "{}").items()
+        arguments = json.loads(call["arguments"] or "{}").items()
     except (ValueError, AttributeError, RecursionError):
         return "None"
-    usable = call["name"] in known and all(key.isidentifier() for key, _ in given)
-    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in given)})" if usable else "None"
+    usable = call["name"] in functions and all(key.isidentifier() for key, _ in arguments)
+    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in arguments)})" if usable else "None"
 
 
 def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | None:
@@ -171,9 +176,9 @@ def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | No
     for line in lines:
         call: Any = ast.parse(line, mode="eval").body
         name = ast.unparse(call.func).rpartition(".")[2]
-        given = dict(zip(docs[name]["parameters"]["properties"], call.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in call.keywords}
-        arguments = json.dumps({key: ast.literal_eval(value) for key, value in given.items()})
+        nodes = dict(zip(docs[name]["parameters"]["properties"], call.args, strict=False))
+        nodes |= {keyword.arg: keyword.value for keyword in call.keywords}
+        arguments = json.dumps({key: ast.literal_eval(value) for key, value in nodes.items()})
         function = {"name": name, "arguments": arguments}
         calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls} if calls else None
@@ -181,17 +186,17 @@ def as_tool_calls(lines: Iterable[str], docs: Mapping[str, Any]) -> Message | No
 
 def as_tool(doc: Mapping[str, Any]) -> dict[str, Any]:
     """A function's documentation as a tool of OpenAI's schema; types may be Python's."""
-    kept = json.dumps({key: doc[key] for key in ("name", "description", "parameters")})
+    text = json.dumps({key: doc[key] for key in ("name", "description", "parameters")})
     for python, schema in PYTHON_TYPES.items():
-        kept = kept.replace(f'"type": "{python}"', f'"type": "{schema}"')
-    return {"type": "function", "function": json.loads(kept)}
+        text = text.replace(f'"type": "{python}"', f'"type": "{schema}"')
+    return {"type": "function", "function": json.loads(text)}
 
 
 def fifths(names: Iterable[str], split: str) -> list[dict[str, Any]]:
     """A task for each name, every fifth held out. Fewer than five tasks are in both splits."""
-    known = list(names)
-    kept = [name for i, name in enumerate(known) if (i % 5 == 4) == (split == "heldout")]
-    chosen = kept if len(known) >= 5 else known
+    all_names = list(names)
+    selected = [name for i, name in enumerate(all_names) if (i % 5 == 4) == (split == "heldout")]
+    chosen = selected if len(all_names) >= 5 else all_names
     return [{"id": f"{split}/{name}", "input": name} for name in chosen]
 
 

@@ -141,7 +141,7 @@ def _judge(function: Callable[..., Any]) -> Callable[[Reply], Awaitable[Any]]:
 
 
 async def serve(settings: Settings, fd: int) -> None:
-    """Say whether the functions could be loaded, then answer questions until the end."""
+    """Report whether the functions could be loaded, then answer questions until the input ends."""
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     try:
         answerer = Answerer(settings)

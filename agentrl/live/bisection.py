@@ -74,28 +74,28 @@ class StepBisection:
     def hold_reason(self, waiting: Collection[str]) -> str:
         """A sentence: why learning is paused; empty if it is not. waiting: groups that are neither
         trained nor discarded."""
-        found = sum(group in waiting for group in self.failed().once)
-        if found <= MAX_LONE_FAILURES:
+        lone = sum(group in waiting for group in self.failed().once)
+        if lone <= MAX_LONE_FAILURES:
             return ""
         return (
-            f"{found} sessions were tried one by one, and none could be trained: it is not because "
+            f"{lone} sessions were tried one by one, and none could be trained: it is not because "
             f"of them; see the errors above, fix their cause, and delete {self.file}"
         )
 
     def bisect(self, step: int, chosen: Sequence[Rollout]) -> list[Rollout]:
         """Select the sessions that a step tries. Call it in the task that trains them."""
-        last, kept = self.failed(), [*chosen]
-        again = [row for row in kept if row.group in last.groups] if last.step == step else []
+        last, selected = self.failed(), [*chosen]
+        again = [row for row in selected if row.group in last.groups] if last.step == step else []
         if last.step == step and last.once and last.groups == last.once[-1:]:
-            kept = kept[len(kept) // 2 :]  # the others may raise as well
+            selected = selected[len(selected) // 2 :]  # the others may raise as well
         elif again:
-            kept = again[: max(1, len(again) // 2)]
-        if len(kept) < len(chosen):
-            log.warning("a step failed: it is tried again with %d of its sessions", len(kept))
+            selected = again[: max(1, len(again) // 2)]
+        if len(selected) < len(chosen):
+            log.warning("a step failed: it is tried again with %d of its sessions", len(selected))
         if self.trying is None and (task := asyncio.current_task()):
             task.add_done_callback(self._ended)
-        self.trying = Attempted(step, [row.group for row in kept], last.once, last.twice)
-        return kept
+        self.trying = Attempted(step, [row.group for row in selected], last.once, last.twice)
+        return selected
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -7,8 +7,8 @@ has the suffix -2, then -3.
 
 A session is stored completely, so the next process continues the sessions of a killed one. It finds
 the session to which a request belongs, and if the answer to a call may not have been delivered, it
-sends the same answer again. Stored calls are translated for the policy and redacted, requests have
-the format of the agent's API, so sessions are found by what does not differ. Invariant: the texts
+sends the same answer again. Stored calls are translated for the policy and redacted, while requests
+have the format of the agent's API, so sessions are found by what both share. Invariant: the texts
 of system, user and assistant messages are equal in both, apart from white space.
 
 The process serves with the listening socket of its supervisor.
@@ -36,6 +36,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from agentrl.core.access import read_key
 from agentrl.core.config import RunConfig
 from agentrl.core.config.derived import policy_by_role
 from agentrl.core.errors import Forbidden, NotFound, StoreError
@@ -128,6 +129,7 @@ class LiveSessions(Sessions):
         self._resumed: dict[Exchange, OpenSession] = {}  # sessions of a killed process
         self._opted_out: set[str] = set()  # open sessions whose user has opted out
         self._to_delete: set[str] = set()  # names of sessions
+        read_key(self._people.secret_env, "live.people.secret_env", "the run's")
         super().__init__(store, config)
 
     def _make_gateway(self, config: RunConfig) -> Gateway:
@@ -227,13 +229,15 @@ class LiveSessions(Sessions):
     ) -> OpenSession | None:
         """Return the open session that a request continues, but never one of another user, even
         with the same messages: the answer would carry that session's token."""
-        found = super()._continued(body, known, request)
-        if found is None and self._resumed:
+        session = super()._continued(body, known, request)
+        if session is None and self._resumed:
             exchanges = reversed(exchanges_of(body, self._patterns))
-            found = next((self._resumed[x] for x in exchanges if x in self._resumed), None)
-            found = found if found in self._open.values() else None
-        same = found is None or found.active.attempt.rollout.task.get("user") == self._user(request)
-        return found if same else None
+            session = next((self._resumed[x] for x in exchanges if x in self._resumed), None)
+            session = session if session in self._open.values() else None
+        same = session is None or session.active.attempt.rollout.task.get("user") == self._user(
+            request
+        )
+        return session if same else None
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         """Store the feedback of a client that has the session's token, even after the session has
@@ -348,17 +352,17 @@ class LiveSessions(Sessions):
         name = msgspec.json.decode(await read_body(request), type=SessionName).session
         await self._lanes_known.wait()  # hashes of users need the secret
         session = self._open.get(name) or self._open.get(session_group(self._run, name))
-        known: Sequence[NewRollout | Rollout]
+        rollouts: Sequence[NewRollout | Rollout]
         if session is not None:
-            known = [session.active.attempt.rollout]
+            rollouts = [session.active.attempt.rollout]
         else:
             group = session_group(self._run, name)
-            known = await self._store.rollouts(self._run, group=group, limit=1)
-        if not known:
+            rollouts = await self._store.rollouts(self._run, group=group, limit=1)
+        if not rollouts:
             raise NotFound(f"run {self._run!r} has no session {name!r}")
         token = request.headers.get(records.TOKEN, "")
         if not records.is_token(self._secret, name, token):  # without it, the user must match
-            self._check_owner(name, known[0], request)
+            self._check_owner(name, rollouts[0], request)
         if session is not None:
             await self._end([session])
         return web.json_response({"session": name})
@@ -366,7 +370,7 @@ class LiveSessions(Sessions):
     async def _finish(self, attempts: Sequence[Attempt]) -> None:
         ended = {RESULT_ENDED: time.time()}
         await self._store.finish(
-            [Outcome(attempt=one.id, fence=one.fence, result=ended) for one in attempts]
+            [Outcome(attempt=attempt.id, fence=attempt.fence, result=ended) for attempt in attempts]
         )
 
     # -- sessions of a killed process --------------------------------------------------------------
@@ -478,11 +482,11 @@ def exchange_of(call: Transition) -> Exchange:
 
 def exchanges_of(body: Mapping[str, Any], patterns: Sequence[re.Pattern[str]]) -> list[Exchange]:
     """The exchange of each assistant message in a request, redacted like stored calls."""
-    kept = redact({name: body[name] for name in (*SYSTEM, *MESSAGES) if name in body}, patterns)
-    heads = [_message("system", kept[name]) for name in SYSTEM if name in kept]
-    found: Json = next((kept[name] for name in MESSAGES if name in kept), [])
-    messages = found if isinstance(found, list) else [_message("user", found)]
-    return [*_exchanges(heads, [one for one in messages if isinstance(one, dict)])]
+    redacted = redact({name: body[name] for name in (*SYSTEM, *MESSAGES) if name in body}, patterns)
+    heads = [_message("system", redacted[name]) for name in SYSTEM if name in redacted]
+    entries: Json = next((redacted[name] for name in MESSAGES if name in redacted), [])
+    messages = entries if isinstance(entries, list) else [_message("user", entries)]
+    return [*_exchanges(heads, [message for message in messages if isinstance(message, dict)])]
 
 
 def _message(role: str, content: Json) -> Message:
@@ -539,5 +543,5 @@ def continues(call: Transition, earlier: Transition) -> bool:
 async def answer_again(undelivered: Undelivered, call: ReceivedCall) -> Sequence[Transition]:
     """Return the stored answer of a call that a killed process has answered already; each answer is
     returned only once."""
-    kept = undelivered.get(question_of(call.request, call.role), [])
-    return kept.pop(0) if kept else ()
+    answers = undelivered.get(question_of(call.request, call.role), [])
+    return answers.pop(0) if answers else ()

@@ -36,7 +36,7 @@ PATIENCE = 5.0  # seconds in which a gateway notices the end of its supervisor
 BACKLOG = 4096  # connections that wait while no gateway runs
 
 
-DELIVERY = 60.0  # seconds in which an orphaned gateway ends after it has given the socket
+DELIVERY = 60.0  # seconds within which an orphaned gateway ends after handing over the socket
 
 
 def listening(config: RunConfig) -> socket.socket:
@@ -49,11 +49,11 @@ def listening(config: RunConfig) -> socket.socket:
         except OSError:  # no gateway serves
             return _listen(config.runner.host, config.runner.port)
         with connection:
-            if (found := _receive(connection)) is not None:
-                return _as_asked(found, config)
-            other = _other_end(connection)
+            if (listener := _receive(connection)) is not None:
+                return _as_configured(listener, config)
+            owner = _other_end(connection)
         if time.monotonic() > until:
-            raise ConfigError(f"{other} serves run {config.name!r}: stop it first")
+            raise ConfigError(f"{owner} serves run {config.name!r}: stop it first")
         time.sleep(0.1)
 
 
@@ -63,9 +63,9 @@ def inherited() -> socket.socket:
 
 
 def offer(
-    output: Path, held: socket.socket, orphaned: threading.Event, given: Callable[[], object]
+    output: Path, held: socket.socket, orphaned: threading.Event, handed_over: Callable[[], object]
 ) -> None:
-    """Offer the socket to supervisors, in a separate thread; calls `given` once one has it."""
+    """Offer the socket to supervisors, in a separate thread; call `handed_over` once one has it."""
     server = socket.socket(socket.AF_UNIX)
     with suppress(FileNotFoundError):
         (output / FILE).unlink()
@@ -73,7 +73,9 @@ def offer(
         server.bind(path)
     (output / FILE).chmod(0o600)
     server.listen()
-    thread = threading.Thread(target=_answer, args=(server, held, orphaned, given), daemon=True)
+    thread = threading.Thread(
+        target=_answer, args=(server, held, orphaned, handed_over), daemon=True
+    )
     thread.start()
 
 
@@ -81,7 +83,7 @@ def _answer(
     server: socket.socket,
     held: socket.socket,
     orphaned: threading.Event,
-    given: Callable[[], object],
+    handed_over: Callable[[], object],
 ) -> None:
     with server:
         while True:
@@ -89,7 +91,7 @@ def _answer(
             with asking, suppress(OSError):  # the supervisor may have ended
                 if orphaned.is_set():
                     socket.send_fds(asking, [ORPHANED], [held.fileno()])
-                    given()
+                    handed_over()
                     threading.Event().wait()  # `asking` stays open until this process has ended
                 asking.sendall(OWNED)
 
@@ -111,23 +113,23 @@ def _receive(connection: socket.socket) -> socket.socket | None:
     killed before it answered. Raises ConfigError if it does not end: only one process may write to
     its sessions."""
     try:
-        said, files, _, _ = socket.recv_fds(connection, 1, 1)
+        status, files, _, _ = socket.recv_fds(connection, 1, 1)
     except OSError:
         return None
-    if said != ORPHANED or not files:
+    if status != ORPHANED or not files:
         return None
-    found = socket.socket(fileno=files[0])
+    listener = socket.socket(fileno=files[0])
     try:
         connection.recv(1)  # empty once the gateway has ended
     except TimeoutError:
-        found.close()
+        listener.close()
         raise ConfigError(
             f"{_other_end(connection)}, the gateway of an earlier agentrl live, does not end: "
             "kill it, and rerun the command"
         ) from None
     except OSError:  # the gateway was killed
         pass
-    return found
+    return listener
 
 
 def _other_end(connection: socket.socket) -> str:
@@ -140,16 +142,16 @@ def _other_end(connection: socket.socket) -> str:
     return f"process {pid}"
 
 
-def _as_asked(found: socket.socket, config: RunConfig) -> socket.socket:
+def _as_configured(listener: socket.socket, config: RunConfig) -> socket.socket:
     """The socket of the run, or a new one if the settings now have another port or host. In that
     case connections that were not yet accepted are lost."""
-    host, port = found.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     wanted = config.runner.host, config.runner.port or port
     with suppress(OSError):  # a host without an address: `_listen` reports it
         if _address(*wanted)[1][:2] == (host, port):
-            return found
+            return listener
     log.warning("the gateway listens at %s:%d now, no longer at %s:%d", *wanted, host, port)
-    found.close()
+    listener.close()
     return _listen(*wanted)
 
 

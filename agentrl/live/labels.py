@@ -96,8 +96,8 @@ class Labeller:
         self._asking: dict[str, asyncio.Task[None]] = {}  # rollout -> its labelling
         self._admitting = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # Already reported; names may be text of users.
-        self._said, self._said_unweighed = set[str](), False
+        # Outliers already reported, and whether unweighted feedback was: its name may be private.
+        self._reported, self._reported_unweighed = set[str](), False
         self._given_up = set[str]()  # sessions that could not even be marked as held back
 
     async def start(self) -> None:
@@ -111,10 +111,10 @@ class Labeller:
         """Begin to label sessions that have ended, and relabel those with new feedback."""
         sessions = await ended(self._store, self._run)
         marks = {row.id: mark_of(row) for row in sessions}
-        known = [(row, mark) for row in sessions if (mark := marks[row.id]) and is_counted(mark)]
-        for row, mark in known:
+        labelled = [(row, mark) for row in sessions if (mark := marks[row.id]) and is_counted(mark)]
+        for row, mark in labelled:
             await self._safely(row, self._learn(row, mark))
-        for row, mark in known:
+        for row, mark in labelled:
             await self._safely(row, self._write_again(row, mark))
         self._given_up &= marks.keys()
         for row in oldest_first(sessions):
@@ -166,7 +166,7 @@ class Labeller:
             mark = self._admitted(trace)
         judged: dict[str, float] = {}
         if not mark.held and row.state is RolloutState.SUCCEEDED and trace.transitions:
-            mark, judged = await self._asked(mark, trace)
+            mark, judged = await self._with_asked(mark, trace)
         mark = self._with_posted(trace.rollout, mark)
         self._ledger.learn(row.id, user_of(row), mark)
         await self._write(trace.rollout, self._weighed(row, mark), judged)
@@ -191,8 +191,8 @@ class Labeller:
         mark = Mark(ended=ended, day=_day_of(ended), digest=digest)
         return replace(mark, held=self._ledger.admit(row.id, user_of(row), mark))
 
-    async def _asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
-        """Add the signals of the verifier, the judge and of calls to the mark."""
+    async def _with_asked(self, mark: Mark, trace: Trace) -> tuple[Mark, dict[str, float]]:
+        """The mark with the signals of verifier and judge, and the judgements by call."""
         after = replies(trace.transitions)
         signals, judged = await asyncio.gather(
             self._asker.verify(trace), self._asker.judge(after, trace.rollout.id)
@@ -202,15 +202,15 @@ class Labeller:
         return replace(mark, asked=signals, delays=self._delays(mark, signals)), judged
 
     def _with_posted(self, row: Rollout, mark: Mark) -> Mark:
-        given = posted(row.rewards)
-        if given.keys() - self._weights.keys() and not self._said_unweighed:
-            self._said_unweighed = True
+        values = posted(row.rewards)
+        if values.keys() - self._weights.keys() and not self._reported_unweighed:
+            self._reported_unweighed = True
             log.warning(
                 "feedback under another name than those in live.signals.weights is kept, and not "
                 "learned from; `agentrl live users --export` shows the name"
             )
-        explicit = any(self._weights.get(name) for name in given)
-        return replace(mark, posted=given, explicit=explicit, delays=self._delays(mark, given))
+        explicit = any(self._weights.get(name) for name in values)
+        return replace(mark, posted=values, explicit=explicit, delays=self._delays(mark, values))
 
     def _delays(self, mark: Mark, signals: dict[str, float]) -> dict[str, float]:
         late = round(max(0.0, self._clock() - mark.ended), 1)
@@ -226,20 +226,20 @@ class Labeller:
         return replace(mark, held=held, ignored=ignored)
 
     def _outliers(self) -> signals.Outliers:
-        found = self._ledger.outliers()
-        for users, what in zip(found, ("votes", "most sessions"), strict=True):
-            for user in users.keys() - self._said:
-                self._said.add(user)
+        outliers = self._ledger.outliers()
+        for users, what in zip(outliers, ("votes", "most sessions"), strict=True):
+            for user in users.keys() - self._reported:
+                self._reported.add(user)
                 log.warning("%s of user %s are held back: %s", what, user, users[user])
-        return found
+        return outliers
 
     async def _write(self, row: Rollout, mark: Mark, judged: dict[str, float]) -> None:
         """Write a label unless it is written already."""
         outcome = signals.weighted(mark.signals, self._weights)
         if math.isnan(outcome) and mark.ignored and _had_outcome(row):
             mark = replace(mark, held=mark.ignored)  # the mark's reward cannot be removed
-        known = math.isnan(outcome) or outcome == outcome_of(row)
-        if mark == mark_of(row) and (mark.held or known):
+        unchanged = math.isnan(outcome) or outcome == outcome_of(row)
+        if mark == mark_of(row) and (mark.held or unchanged):
             return
         note = msgspec.json.encode(mark).decode()
         rewards = [Reward(name=MARK, value=1.0, source=SOURCE, note=note)]
@@ -254,7 +254,7 @@ class Labeller:
 
 
 def _day_of(time: float) -> str:
-    """The UTC date of unix seconds. Raises OverflowError for none."""
+    """The UTC date of unix seconds. Raises OverflowError for a time out of range."""
     return datetime.fromtimestamp(time, UTC).date().isoformat()
 
 
@@ -322,7 +322,7 @@ class Asker:
         )  # fmt: skip
         self._launcher = ProcessLauncher(env=environment_without_secrets())
         self._free: asyncio.Queue[Channel | None] = asyncio.Queue()
-        self._store, self._config, self._said = store, config, set[tuple[str, str]]()
+        self._store, self._config, self._reported = store, config, set[tuple[str, str]]()
         self._session = aiohttp.ClientSession()
         self._judge: JudgeClient | None = None
 
@@ -410,9 +410,9 @@ class Asker:
         return []
 
     def _say(self, what: str, kind: str, problem: str) -> None:
-        """Say a problem once; sessions without a signal are counted by `agentrl live status`."""
-        if (what, kind) not in self._said:
-            self._said.add((what, kind))
+        """Report a problem once; `agentrl live status` counts the sessions without a signal."""
+        if (what, kind) not in self._reported:
+            self._reported.add((what, kind))
             name = "the verifier" if what == VERIFIER else "live.signals.next_message"
             log.warning("%s %s; such sessions stay without this signal", name, problem)
 

@@ -112,26 +112,26 @@ class Decider:
     async def look(self, now: float) -> Event | None:
         """Make at most one decision. now: unix seconds. Raises Conflict if another process decided
         meanwhile."""
-        known = await self._documents.state()
-        await self._served.read(now, known)
-        if known.lanes is not None:
-            self._guard.forget(records.served(known.lanes))
-        event = self._begun(known, now) or await self._alarm(known, now)
-        event = event or await self._compared(known, now)
+        state = await self._documents.state()
+        await self._served.read(now, state)
+        if state.lanes is not None:
+            self._guard.forget(records.served(state.lanes))
+        event = self._begun(state, now) or await self._alarm(state, now)
+        event = event or await self._compared(state, now)
         if event:
-            await records.decide(self._store, self._run, known, event)
+            await records.decide(self._store, self._run, state, event)
         return event
 
-    def _begun(self, known: LiveState, now: float) -> Event | None:
-        """The first version, or a new candidate."""
-        if (lanes := known.lanes) is None:
-            first = min(known.versions, default=None)
+    def _begun(self, state: LiveState, now: float) -> Event | None:
+        """The start of the first version, or of a new candidate, if there is one."""
+        if (lanes := state.lanes) is None:
+            first = min(state.versions, default=None)
             if first is None:
                 return None
             lanes = Lanes(serving=first, share=self._live.share)
             why = "the version that the run begins with"
             return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
-        if (new := records.next_offer(known)) is None:
+        if (new := records.next_offer(state)) is None:
             return None
         by_hand = new.kind == "offered by hand"
         if lanes.candidate is not None and (not by_hand or lanes.candidate >= records.GIVEN):
@@ -142,40 +142,40 @@ class Decider:
         lanes = replace(lanes, candidate=new.version, share=self._live.share)
         return Event(time=now, kind="candidate", version=new.version, lanes=lanes, why=why)
 
-    async def _alarm(self, known: LiveState, now: float) -> Event | None:
+    async def _alarm(self, state: LiveState, now: float) -> Event | None:
         """The rollback that the guard demands, if any."""
-        if (lanes := known.lanes) is None:
+        if (lanes := state.lanes) is None:
             return None
         if (version := lanes.candidate) is not None:
-            back = replace(lanes, candidate=None)
-            if event := await self._back(known, version, lanes.serving, "candidate", back, now):
+            restored = replace(lanes, candidate=None)
+            if event := await self._back(state, version, lanes.serving, "candidate", restored, now):
                 return event
         if lanes.previous is not None:
-            back = lanes.returned()
-            return await self._back(known, lanes.serving, lanes.previous, "serving", back, now)
+            restored = lanes.returned()
+            return await self._back(state, lanes.serving, lanes.previous, "serving", restored, now)
         return None
 
     async def _back(
-        self, known: LiveState, version: int, other: int, lane: str, back: Lanes, now: float
+        self, state: LiveState, version: int, baseline: int, lane: str, restored: Lanes, now: float
     ) -> Event | None:
-        alarm = await self._guard.alarm(self._served, version, other, lane)
+        alarm = await self._guard.alarm(self._served, version, baseline, lane)
         if alarm is None:
             return None
         return Event(
-            time=now, kind="rolled back", version=version, lanes=back, why=alarm.why, worse=True,
-            evidence=alarm.evidence,
+            time=now, kind="rolled back", version=version, lanes=restored, why=alarm.why,
+            worse=True, evidence=alarm.evidence,
         )  # fmt: skip
 
-    async def _compared(self, known: LiveState, now: float) -> Event | None:
+    async def _compared(self, state: LiveState, now: float) -> Event | None:
         """The decision from the comparison of the two lanes and their held-out scores."""
-        lanes = known.lanes
+        lanes = state.lanes
         if lanes is None or lanes.candidate is None:
             return None
         sessions = self._served.compared(lanes.candidate, lanes.serving)
-        found = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
-        scores = comparable(known, lanes.candidate, lanes.serving)
-        decided = verdict(self._live.promotion, found, scores if self._held_out else None)
-        shown = compared(lanes, found, sessions, scores, now)
+        estimate = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
+        scores = comparable(state, lanes.candidate, lanes.serving)
+        decided = verdict(self._live.promotion, estimate, scores if self._held_out else None)
+        shown = compared(lanes, estimate, sessions, scores, now)
         if decided or not 0 <= now - self._shown < SHOWN:
             self._shown = now
             await records.put_compared(self._store, self._run, shown)
@@ -192,8 +192,8 @@ class Decider:
 ALARM = 0.01  # probability of a false alarm, for each limit and version
 MIN_CALLS = 20  # calls of the other version; with fewer its rates are unknown
 Z_SCORE = 2.0  # standard errors that are added to the other version's rates
-REFUSED_SHARE = 0.2  # how many more answers may refuse, in English
-LONG_ANSWER = 3.0  # times the mean tokens, from which on an answer is long
+REFUSED_SHARE = 0.2  # allowed increase of the share of refusals, which are recognised in English
+LONG_ANSWER = 3.0  # an answer with more tokens than this multiple of the mean is long
 LONG_SHARE = 0.2  # allowed increase of the share of long answers
 REFUSAL = re.compile(
     r"^\W*(i'?m |i am )?(very |really )?(sorry|unable to)\b.{0,40}\b(but|can'?t|cannot|unable|help)"
@@ -215,11 +215,11 @@ class Limit(NamedTuple):
     text: str  # description of the mean
     values: Sequence[float]  # 0 to 1, in their order
     usual: float  # mean of the other version
-    of: int  # number of values
-    more: float
+    of: int  # number of values in that mean
+    more: float  # allowed increase
 
     @property
-    def most(self) -> float:
+    def threshold(self) -> float:
         error = math.sqrt(self.usual * (1 - self.usual) / self.of) if self.of else 0.0
         return self.usual + Z_SCORE * error + self.more
 
@@ -236,14 +236,15 @@ class SeenCalls:
     _lost: dict[str, int] = field(default_factory=dict)  # the same for calls without an answer
     _over: set[str] = field(default_factory=set)
 
-    async def read(self, store: Store, rows: Iterable[Rollout], most: int) -> None:
-        """Add the new calls of these sessions, of at most `most` sessions in all."""
+    async def read(self, store: Store, rows: Iterable[Rollout], max_sessions: int) -> None:
+        """Add the new calls of these sessions, of at most `max_sessions` sessions in all."""
         open_ = [row for row in rows if row.id not in self._over]
-        known = [row for row in open_ if row.id in self._read]
-        new = [row for row in open_ if row.id not in self._read][: max(most - len(self._read), 0)]
-        found = await store.calls([row.id for row in known + new])
-        for row in known + new:
-            calls, lost = found.get(row.id, []), failed_calls(row)
+        seen_before = [row for row in open_ if row.id in self._read]
+        new = [row for row in open_ if row.id not in self._read]
+        new = new[: max(max_sessions - len(self._read), 0)]
+        calls_by_id = await store.calls([row.id for row in seen_before + new])
+        for row in seen_before + new:
+            calls, lost = calls_by_id.get(row.id, []), failed_calls(row)
             self.add(calls[self._read.get(row.id, 0) :])
             self.failed += [1.0] * (lost - self._lost.get(row.id, 0))
             self._read[row.id], self._lost[row.id] = len(calls), lost
@@ -265,40 +266,40 @@ class Guard:
 
     def __init__(self, store: Store, allowed: float | None) -> None:
         self._store, self._allowed = store, allowed
-        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> of its sessions
+        self._calls: dict[tuple[int, str], SeenCalls] = {}  # (version, lane) -> calls of sessions
         self._usual: dict[int, SeenCalls] = {}
 
     async def alarm(
-        self, served: ServedSessions, version: int, other: int, lane: str
+        self, served: ServedSessions, version: int, baseline: int, lane: str
     ) -> Alarm | None:
-        """Why a version that replaced another one in a lane must be rolled back; empty: it need
-        not."""
+        """The alarm because of which a version that replaced another one in a lane must be rolled
+        back; None: there is none."""
         rows = [row for row in served.recent.values() if is_of(row, version, lane)]
         calls = self._calls.setdefault((version, lane), self._new(version))
         await calls.read(self._store, rows, WATCHED)
-        known = other in self._usual
-        found = await self._judged(served, version, other, lane)
-        if found and known and found.evidence["limit"] != "drop":
+        was_cached = baseline in self._usual
+        alarm = await self._judged(served, version, baseline, lane)
+        if alarm and was_cached and alarm.evidence["limit"] != "drop":
             # The other version may have changed in the same way.
-            del self._usual[other]
-            found = await self._judged(served, version, other, lane)
-        return found
+            del self._usual[baseline]
+            alarm = await self._judged(served, version, baseline, lane)
+        return alarm
 
     async def _judged(
-        self, served: ServedSessions, version: int, other: int, lane: str
+        self, served: ServedSessions, version: int, baseline: int, lane: str
     ) -> Alarm | None:
-        usual = await self._usual_calls(served, other)
+        usual = await self._usual_calls(served, baseline)
         limits = call_limits(self._allowed, self._calls[version, lane], usual)
         for early in (True, False) if served.live.wait > EARLY else (False,):
             ours = served.outcomes(version, lane=lane, early=early)[:WATCHED]
-            theirs = served.outcomes(other, early=early)
+            theirs = served.outcomes(baseline, early=early)
             limits += outcome_limits(self._allowed, ours, theirs, early=early)
-        return broken(limits, other)
+        return broken(limits, baseline)
 
-    def forget(self, kept: set[int]) -> None:
-        """Drop the statistics of all other versions."""
-        self._calls = {key: one for key, one in self._calls.items() if key[0] in kept}
-        self._usual = {key: one for key, one in self._usual.items() if key in kept}
+    def forget(self, versions: set[int]) -> None:
+        """Keep only the statistics of these versions."""
+        self._calls = {key: calls for key, calls in self._calls.items() if key[0] in versions}
+        self._usual = {key: calls for key, calls in self._usual.items() if key in versions}
 
     async def _usual_calls(self, served: ServedSessions, version: int) -> SeenCalls:
         """The calls of the version's newest sessions; read only once if there are enough."""
@@ -317,10 +318,10 @@ class Guard:
 
 
 def call_limits(allowed: float | None, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
-    found, base = [], usual.failed
+    limits, base = [], usual.failed
     if allowed is not None:
         usual_share = _mean(base)
-        found.append(
+        limits.append(
             Limit("failures", "calls failed", calls.failed, usual_share, len(base), allowed)
         )
     base = usual.refused
@@ -329,39 +330,38 @@ def call_limits(allowed: float | None, calls: SeenCalls, usual: SeenCalls) -> li
     if len(base) >= MIN_CALLS:
         mean = _mean(base)
         limit = Limit("refusals", "answers refuse", calls.refused, mean, len(base), REFUSED_SHARE)
-        found.append(limit)
+        limits.append(limit)
     if len(usual.tokens) >= MIN_CALLS:
         longest = LONG_ANSWER * _mean(usual.tokens)
-        long, base = ([float(n > longest) for n in one.tokens] for one in (calls, usual))
+        long, base = ([float(n > longest) for n in seen.tokens] for seen in (calls, usual))
         text = f"answers have more than {longest:.0f} tokens"
-        found.append(Limit("length", text, long, _mean(base), len(base), LONG_SHARE))
-    return found
+        limits.append(Limit("length", text, long, _mean(base), len(base), LONG_SHARE))
+    return limits
 
 
 def outcome_limits(
     allowed: float | None, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
     """Limits for 1 minus the outcome. early: for 1 minus the early outcome."""
-    base = [1 - one for one in usual[-WATCHED:]]
+    base = [1 - value for value in usual[-WATCHED:]]
     if allowed is None or len(base) < MIN_CALLS:
         return []
-    lost = [1 - one for one in outcomes]
+    lost = [1 - value for value in outcomes]
     text = "outcomes, as far as users complain at once," if early else "outcomes"
     return [Limit("drop", text, lost, _mean(base), len(base), allowed)]
 
 
-def broken(limits: Iterable[Limit], other: int) -> Alarm | None:
-    """Why the first limit that is shown to be exceeded is; None: none is."""
-    for one in limits:
-        if at := exceeds(one.values, one.most, ALARM):
-            share = _mean(one.values[:at])
-            both = f"{share:.0%} of its first {at} {one.text}, {one.usual:.0%}"
-            if one.name == "drop":
-                both = (
-                    f"its first {at} {one.text} are {1 - share:.0%} on average, {1 - one.usual:.0%}"
-                )
-            why = f"{both} with version {other}: more than the guard allows"
-            return Alarm(why, {"limit": one.name, "share": share, "usual": one.usual, "of": at})
+def broken(limits: Iterable[Limit], baseline: int) -> Alarm | None:
+    """The alarm for the first limit that the test shows to be exceeded; None: there is none."""
+    for limit in limits:
+        if at := exceeds(limit.values, limit.threshold, ALARM):
+            share = _mean(limit.values[:at])
+            both = f"{share:.0%} of its first {at} {limit.text}, {limit.usual:.0%}"
+            if limit.name == "drop":
+                means = f"{1 - share:.0%} on average, {1 - limit.usual:.0%}"
+                both = f"its first {at} {limit.text} are {means}"
+            why = f"{both} with version {baseline}: more than the guard allows"
+            return Alarm(why, {"limit": limit.name, "share": share, "usual": limit.usual, "of": at})
     return None
 
 
@@ -373,34 +373,39 @@ Scored = HeldOutScore | None  # None: unknown
 
 
 def verdict(
-    settings: PromotionConfig, found: Difference, scores: tuple[Scored, Scored] | None = None
+    settings: PromotionConfig, estimate: Difference, scores: tuple[Scored, Scored] | None = None
 ) -> tuple[EventKind, bool, str] | None:
     """The decision on a candidate, whether it was found worse, and the reason; None: no decision
     yet. scores: of candidate and serving version; None if there are no held-out tasks."""
-    ours = found.sessions[0]
+    ours = estimate.sessions[0]
     margin = settings.margin if settings.rule == "not_worse" else 0.0
-    scored = scores is None or all(one is not None and one.score is not None for one in scores)
-    failed = next((one.failed for one in scores or () if one is not None and one.failed), "")
+    scored = scores is None or all(
+        score is not None and score.score is not None for score in scores
+    )
+    failed = next(
+        (score.failed for score in scores or () if score is not None and score.failed), ""
+    )
     if why := held_out_worse(*scores or (None, None)):
         return "dropped", True, why
-    if found.high <= -margin:
-        return "dropped", True, f"its sessions are worse: {in_points(found)}"
+    if estimate.high <= -margin:
+        return "dropped", True, f"its sessions are worse: {in_points(estimate)}"
     if ours >= settings.most and failed and settings.rule != "never":
         return "dropped", False, f"after {ours} sessions there is no held-out score: {failed}"
     if settings.rule == "always":
         return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
     compares = settings.rule in ("better", "not_worse") and ours >= MIN_SESSIONS
-    shown = compares and found.low >= -margin
+    shown = compares and estimate.low >= -margin
     if shown and scored:
-        how = "are better" if found.low >= 0 else f"are not worse by {points(margin)} points"
-        return "promoted", False, f"its sessions {how}: {in_points(found)}"
+        how = "are better" if estimate.low >= 0 else f"are not worse by {points(margin)} points"
+        return "promoted", False, f"its sessions {how}: {in_points(estimate)}"
     if ours >= settings.most and not shown:
-        return "dropped", False, f"{ours} sessions did not decide: {in_points(found)}"
+        return "dropped", False, f"{ours} sessions did not decide: {in_points(estimate)}"
     return None
 
 
 def held_out_worse(ours: Scored, theirs: Scored) -> str:
-    """A sentence if the interval of the candidate's held-out score is below that of the other."""
+    """A sentence if the interval of the candidate's held-out score is below that of the serving
+    version, else empty."""
     if ours is None or theirs is None or ours.high is None or theirs.low is None:
         return ""
     if ours.high >= theirs.low:
@@ -411,30 +416,30 @@ def held_out_worse(ours: Scored, theirs: Scored) -> str:
     )
 
 
-def in_points(found: Difference) -> str:
-    ours, theirs = found.sessions
+def in_points(estimate: Difference) -> str:
+    ours, theirs = estimate.sessions
     return (
-        f"by {points(found.low)} to {points(found.high)} points ({found.candidate:.0%} against "
-        f"{found.serving:.0%}, {ours} and {theirs} sessions)"
+        f"by {points(estimate.low)} to {points(estimate.high)} points ({estimate.candidate:.0%} "
+        f"against {estimate.serving:.0%}, {ours} and {theirs} sessions)"
     )
 
 
 def compared(
     lanes: Lanes,
-    found: Difference,
+    estimate: Difference,
     sessions: Sequence[ServedSession],
     scores: tuple[Scored, Scored],
     now: float,
 ) -> Compared:
     """The displayed summary of a comparison. scores: of candidate and serving version."""
     assert lanes.candidate is not None
-    ours = [one for one in sessions if one.version == lanes.candidate]
-    theirs = [one for one in sessions if one.version == lanes.serving]
-    names = sorted({name for one in sessions for name in one.signals})
+    ours = [session for session in sessions if session.version == lanes.candidate]
+    theirs = [session for session in sessions if session.version == lanes.serving]
+    names = sorted({name for session in sessions for name in session.signals})
     return Compared(
-        version=lanes.candidate, serving=lanes.serving, time=now, sessions=found.sessions,
-        low=found.low, high=found.high, clipped=found.clipped,
-        means=(_known(found.candidate), _known(found.serving)),
+        version=lanes.candidate, serving=lanes.serving, time=now, sessions=estimate.sessions,
+        low=estimate.low, high=estimate.high, clipped=estimate.clipped,
+        means=(_none_if_nan(estimate.candidate), _none_if_nan(estimate.serving)),
         signals={name: (_mean_signal(name, ours), _mean_signal(name, theirs)) for name in names},
         held_out=(_score(scores[0]), _score(scores[1])),
         missing=(_missing(scores[0]), _missing(scores[1])),
@@ -442,20 +447,20 @@ def compared(
 
 
 def _mean_signal(signal: str, sessions: Sequence[ServedSession]) -> float | None:
-    values = [one.signals[signal] for one in sessions if signal in one.signals]
+    values = [session.signals[signal] for session in sessions if signal in session.signals]
     return sum(values) / len(values) if values else None
 
 
-def _known(value: float) -> float | None:
+def _none_if_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _missing(found: Scored) -> int:
-    return 0 if found is None else found.missing
+def _missing(score: Scored) -> int:
+    return 0 if score is None else score.missing
 
 
-def _score(found: Scored) -> float | None:
-    return None if found is None else found.score
+def _score(score: Scored) -> float | None:
+    return None if score is None else score.score
 
 
 log = logging.getLogger("agentrl.live")
@@ -469,25 +474,25 @@ T = TypeVar("T")
 async def evaluate_heldout(store: Store, config: RunConfig) -> None:
     """Score versions once they are in a lane, until cancelled. Returns if there are no held-out
     tasks. Raises AgentRLError if an evaluation fails; then call it again."""
-    known, cursor, digest = Documents(store, config.name), 0, ""
+    documents, cursor, digest = Documents(store, config.name), 0, ""
     seated: list[int] = []
     while config.tasks.heldout:
-        now = await known.state()
-        if (lanes := _to_score(now)) != seated:  # a comparison keeps the tasks of its start
+        state = await documents.state()
+        if (lanes := _to_score(state)) != seated:  # a comparison keeps the tasks of its start
             seated, digest = lanes, digest_of(config)
-        if (version := unscored(now, digest)) is None:
+        if (version := unscored(state, digest)) is None:
             cursor = await store.wait(cursor, timeout=HELDOUT_INTERVAL)
             await asyncio.sleep(HELDOUT_PAUSE)
             continue
         log_phase(log, f"version {version.version}: playing the held-out tasks")
         playing = scored(config, version, digest)
         try:
-            score = await _while_in_a_lane(known, version.version, playing)
+            score = await _while_in_a_lane(documents, version.version, playing)
         except StoreError:
             raise
         except AgentRLError as error:
             failed = HeldOutScore(version=version.version, digest=digest, failed=str(error))
-            if now.scores.get(version.version) != failed:
+            if state.scores.get(version.version) != failed:
                 await put_score(store, config.name, failed)
             raise
         if score is None:
@@ -504,14 +509,14 @@ async def evaluate_heldout(store: Store, config: RunConfig) -> None:
 
 
 async def _while_in_a_lane(
-    known: Documents, version: int, work: Coroutine[Any, Any, T]
+    documents: Documents, version: int, work: Coroutine[Any, Any, T]
 ) -> T | None:
     """The result of `work`; None if it is cancelled because the version has left its lane."""
     playing = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([playing], timeout=LANES_PAUSE))[0]:
             with suppress(StoreError):  # the evaluation continues meanwhile
-                if version not in _to_score(await known.state()):
+                if version not in _to_score(await documents.state()):
                     return None
         return playing.result()
     finally:
@@ -519,24 +524,30 @@ async def _while_in_a_lane(
         await asyncio.wait([playing])
 
 
-def _to_score(known: LiveState) -> list[int]:
+def _to_score(state: LiveState) -> list[int]:
     """The version that serves, then its candidate."""
-    lanes = (known.lanes.serving, known.lanes.candidate) if known.lanes else ()
+    lanes = (state.lanes.serving, state.lanes.candidate) if state.lanes else ()
     return [version for version in lanes if version is not None]
 
 
-def unscored(known: LiveState, digest: str) -> Version | None:
+def unscored(state: LiveState, digest: str) -> Version | None:
     """The version to score next. digest: of the current tasks and settings."""
-    done = {one.version for one in known.scores.values() if one.digest == digest and not one.failed}
-    left = [one for one in _to_score(known) if one not in done]
-    return next((known.versions[one] for one in left if one in known.versions), None)
+    done = {
+        score.version
+        for score in state.scores.values()
+        if score.digest == digest and not score.failed
+    }
+    left = [version for version in _to_score(state) if version not in done]
+    return next((state.versions[version] for version in left if version in state.versions), None)
 
 
-def comparable(known: LiveState, ours: int, theirs: int) -> tuple[Scored, Scored]:
+def comparable(state: LiveState, ours: int, theirs: int) -> tuple[Scored, Scored]:
     """The scores of two versions; None if they are not comparable because tasks or settings differ:
     new scores will follow."""
-    one, other = known.scores.get(ours), known.scores.get(theirs)
-    return (None, None) if one and other and one.digest != other.digest else (one, other)
+    our_score, their_score = state.scores.get(ours), state.scores.get(theirs)
+    if our_score and their_score and our_score.digest != their_score.digest:
+        return None, None
+    return our_score, their_score
 
 
 def digest_of(config: RunConfig) -> str:
@@ -572,9 +583,9 @@ async def scored(config: RunConfig, version: Version, digest: str) -> HeldOutSco
     if the tasks, agent or verifier are not those of the digest."""
     settings = evaluation_of(config, version, folder_of(config, version.version, digest))
     folder, logs = make_folder(Path(settings.output)), make_folder(Path(config.output, "logs"))
-    for other in folder.parent.iterdir():
-        if other != folder:  # folder of a version without a lane, or of outdated tasks
-            delete_directory(other)
+    for path in folder.parent.iterdir():
+        if path != folder:  # folder of a version without a lane, or of outdated tasks
+            delete_directory(path)
     file = trainer.write_settings(folder / RUN_FILE, settings)
     playing = Child("heldout", ["process", "heldout", str(file)], logs / "heldout.log")
     await playing.start()
@@ -607,22 +618,22 @@ async def _read(settings: RunConfig, version: int, digest: str) -> HeldOutScore:
 
 
 def score_of(version: int, outcomes: Sequence[tuple[int, float]], digest: str) -> HeldOutScore:
-    """outcomes: (task number, outcome) of each rollout; NaN: missing. A missing outcome may have
-    any value in the range of outcomes, which widens the interval. Raises AgentRLError if all are
-    missing."""
-    known = [value for _, value in outcomes if not math.isnan(value)]
-    if not known:
+    """The score with its interval. outcomes: (task number, outcome) of each rollout; NaN: missing.
+    A missing outcome may have any value in the range of outcomes, which widens the interval. Raises
+    AgentRLError if all are missing."""
+    present = [value for _, value in outcomes if not math.isnan(value)]
+    if not present:
         raise AgentRLError("no held-out task has a reward; see logs/heldout.log")
     ends = []
-    for worth, end in ((min(0.0, *known), 0), (max(1.0, *known), 1)):
+    for worth, end in ((min(0.0, *present), 0), (max(1.0, *present), 1)):
         by_task = defaultdict[int, list[float]](list)
         for task, value in outcomes:
             by_task[task].append(worth if math.isnan(value) else value)
         means = [fmean(values) for values in by_task.values()]
         ends.append(confidence_interval(means)[end] if len(means) > 1 else None)
     return HeldOutScore(
-        version=version, score=fmean(known), low=ends[0], high=ends[1], tasks=len(by_task),
-        missing=len(outcomes) - len(known), digest=digest,
+        version=version, score=fmean(present), low=ends[0], high=ends[1], tasks=len(by_task),
+        missing=len(outcomes) - len(present), digest=digest,
     )  # fmt: skip
 
 
@@ -632,12 +643,12 @@ def evaluation_of(config: RunConfig, version: Version, output: Path) -> RunConfi
 
     name = f"{config.name}-heldout-{version.version}"
     folder = Path(config.output, version.path).resolve()
-    made = evaluation_run(config.for_evaluation(), name, folder)
-    own: dict[str, Any] = {"output": str(output), "store": store_in(output)}
+    run = evaluation_run(config.for_evaluation(), name, folder)
+    changes: dict[str, Any] = {"output": str(output), "store": store_in(output)}
     for key in ("runner", "engine"):  # the ports of the live run are in use
-        if hasattr(table := getattr(made, key), "port"):
-            own[key] = replace(table, port=0)
-    return replace(made, **own)
+        if hasattr(table := getattr(run, key), "port"):
+            changes[key] = replace(table, port=0)
+    return replace(run, **changes)
 
 
 def play(config: RunConfig) -> None:

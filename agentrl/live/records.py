@@ -42,6 +42,7 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
+from agentrl.core.access import read_key
 from agentrl.core.config import RunConfig
 from agentrl.core.errors import Conflict, Invalid, NotFound, StoreError
 from agentrl.core.types import FEEDBACK, POLICY, SESSION, Json, Purpose, Record, Rollout
@@ -67,7 +68,7 @@ def group_of(run: str, name: str, number: int) -> str:
 
 
 def group_base(run: str, group: str) -> str:
-    """The first group of the name that a group is of."""
+    """The first group of the session name to which a group belongs."""
     return f"{run}/{group.removeprefix(f'{run}/').partition('-')[0]}"
 
 
@@ -133,10 +134,10 @@ class Lanes(Record, frozen=True):
     share: float = 0.1
 
     def promoted(self) -> Lanes:
-        """The candidate serves."""
+        """The lanes after the promotion of the candidate."""
         assert self.candidate is not None
-        given = {"serving": self.candidate, "candidate": None, "previous": self.serving}
-        return replace(self, **given)
+        changes = {"serving": self.candidate, "candidate": None, "previous": self.serving}
+        return replace(self, **changes)
 
     def returned(self) -> Lanes:
         """The lanes after a rollback to the previous version. The candidate is removed, too,
@@ -145,12 +146,13 @@ class Lanes(Record, frozen=True):
         return replace(self, serving=self.previous, candidate=None, previous=None)
 
     def without(self, version: int) -> Lanes:
-        """Without a candidate or a version before that is not there any more."""
-        kept = {
+        """The lanes without a version that is gone, whether it is the candidate or the previous
+        one."""
+        remaining = {
             lane: None if getattr(self, lane) == version else getattr(self, lane)
             for lane in ("candidate", "previous")
         }
-        return replace(self, **kept)
+        return replace(self, **remaining)
 
 
 def policy_of(version: int) -> str:
@@ -176,7 +178,7 @@ class Event(Record, frozen=True):
     time: float  # unix seconds
     kind: EventKind
     version: int  # the version of the decision
-    lanes: Lanes  # since then
+    lanes: Lanes  # the lanes from then on
     why: str  # a sentence
     worse: bool = False  # whether the version was found to be worse
     evidence: dict[str, Json] = {}
@@ -243,15 +245,15 @@ class LiveState(Record, frozen=True):
 
 def served(lanes: Lanes) -> set[int]:
     """The versions that have to be served."""
-    known = (lanes.serving, lanes.candidate, lanes.previous)
-    return {version for version in known if version is not None}
+    versions = (lanes.serving, lanes.candidate, lanes.previous)
+    return {version for version in versions if version is not None}
 
 
-def next_offer(known: LiveState) -> Version | None:
+def next_offer(state: LiveState) -> Version | None:
     """The next candidate: among undecided versions the first that a user offered, else the
     newest."""
-    decided = {event.version for event in known.events}
-    offers = [one for one in known.versions.values() if one.version not in decided]
+    decided = {event.version for event in state.events}
+    offers = [version for version in state.versions.values() if version.version not in decided]
     return max(offers, key=_precedence, default=None)
 
 
@@ -260,16 +262,20 @@ def _precedence(version: Version) -> tuple[bool, int]:
     return by_hand, -version.version if by_hand else version.version
 
 
-def unmet(known: LiveState) -> list[tuple[int, Wish]]:
-    """The wishes that are not carried out, in order, with the number of the version that each will
-    be."""
-    decided = {event.version for event in known.events}
-    numbered = enumerate(known.wishes, start=GIVEN)
-    return [one for one in numbered if one[0] not in decided and one[0] not in known.versions]
+def unmet(state: LiveState) -> list[tuple[int, Wish]]:
+    """The wishes that are not carried out yet, in order, each with the number that its version will
+    have."""
+    decided = {event.version for event in state.events}
+    numbered = enumerate(state.wishes, start=GIVEN)
+    return [
+        (version, wish)
+        for version, wish in numbered
+        if version not in decided and version not in state.versions
+    ]
 
 
 def points(difference: float) -> str:
-    """A difference of outcomes for users: in hundredths."""
+    """A difference of outcomes in hundredths, as text for users."""
     return f"{100 * difference:.1f}".removesuffix(".0")
 
 
@@ -284,25 +290,25 @@ class Documents:
 
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._run = store, run
-        self._known: dict[str, dict[str, Any]] = {kind: {} for kind in (*KINDS, GIVENS)}
+        self._cache: dict[str, dict[str, Any]] = {kind: {} for kind in (*KINDS, GIVENS)}
 
     async def state(self) -> LiveState:
         """The current documents, without comparisons; reads only documents that are new since the
         last call. Raises Invalid for a damaged document, which is read again at the next call."""
-        await asyncio.gather(*(self._read(kind) for kind in self._known))
-        versions = [*self._known[VERSIONS].values(), *self._known[GIVENS].values()]
+        await asyncio.gather(*(self._read(kind) for kind in self._cache))
+        versions = [*self._cache[VERSIONS].values(), *self._cache[GIVENS].values()]
         return LiveState(
-            versions={one.version: one for one in versions},
-            events=[*self._known[EVENTS].values()],
-            wishes=[*self._known[WISHES].values()],
-            scores={one.version: one for one in self._known[SCORES].values()},
+            versions={version.version: version for version in versions},
+            events=[*self._cache[EVENTS].values()],
+            wishes=[*self._cache[WISHES].values()],
+            scores={score.version: score for score in self._cache[SCORES].values()},
         )
 
     async def _read(self, kind: str) -> None:
-        known = self._known[kind]
-        found = await self._store.documents(self._run, kind, after=next(reversed(known), ""))
-        for key in sorted(found):
-            known[key] = _convert(f"{kind} {key}", found[key], KINDS.get(kind, Version))
+        cached = self._cache[kind]
+        new = await self._store.documents(self._run, kind, after=next(reversed(cached), ""))
+        for key in sorted(new):
+            cached[key] = _convert(f"{kind} {key}", new[key], KINDS.get(kind, Version))
 
 
 KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES: HeldOutScore}
@@ -310,11 +316,11 @@ KINDS: dict[str, Any] = {EVENTS: Event, VERSIONS: Version, WISHES: Wish, SCORES:
 
 async def live_state(store: Store, run: str) -> LiveState:
     """Read all documents; empty ones for an unknown run. Raises Invalid for a damaged one."""
-    known = await Documents(store, run).state()
+    state = await Documents(store, run).state()
     shown = (await store.documents(run, KIND)).get(COMPARED)
-    ended = [event.evidence for event in known.events if "means" in event.evidence]
-    found = [_convert(COMPARED, one, Compared) for one in [*ended, shown] if one]
-    return replace(known, compared={one.version: one for one in found})
+    ended = [event.evidence for event in state.events if "means" in event.evidence]
+    comparisons = [_convert(COMPARED, value, Compared) for value in [*ended, shown] if value]
+    return replace(state, compared={comparison.version: comparison for comparison in comparisons})
 
 
 async def put_version(store: Store, run: str, version: Version) -> None:
@@ -328,9 +334,9 @@ async def put_compared(store: Store, run: str, compared: Compared) -> None:
     await _put(store, run, KIND, COMPARED, compared, replace=True)
 
 
-async def decide(store: Store, run: str, known: LiveState, event: Event) -> None:
+async def decide(store: Store, run: str, state: LiveState, event: Event) -> None:
     """Write the next event. Raises Conflict if another process has written it."""
-    first = await _append(store, run, EVENTS, len(known.events), event)
+    first = await _append(store, run, EVENTS, len(state.events), event)
     if first != msgspec.json.decode(msgspec.json.encode(event), type=Event):
         raise Conflict(f"version {event.version}: {first.kind} meanwhile ({first.why})")
 
@@ -354,8 +360,8 @@ async def _append(store: Store, run: str, kind: str, place: int, value: R) -> R:
     """Write a document with this key unless it exists; returns the stored document."""
     before, key = f"{place - 1:07d}" if place else "", f"{place:07d}"
     await _put(store, run, kind, key, value, replace=False)
-    found: R = _convert(key, (await store.documents(run, kind, after=before))[key], type(value))
-    return found
+    stored: R = _convert(key, (await store.documents(run, kind, after=before))[key], type(value))
+    return stored
 
 
 def _convert(key: str, value: Json, kind: Any) -> Any:
@@ -383,7 +389,7 @@ class Mark(Record, frozen=True):
     """The label of a session, and its reasons. All values are in 0..1."""
 
     ended: float  # unix seconds of the store's clock
-    day: str  # UTC date of its end, by which the cap of a user counts
+    day: str  # UTC date of its end; a user's cap counts sessions of one date
     digest: str = ""  # digest of the version and of the user's messages
     # signals of the verifier, by name, and of the next messages
     asked: dict[str, float] = field(default_factory=dict)
@@ -396,7 +402,7 @@ class Mark(Record, frozen=True):
 
     @property
     def all(self) -> dict[str, float]:
-        """The rewards of the verifier cannot be posted."""
+        """All signals. Posted feedback never replaces a signal of the verifier."""
         return self.posted | self.asked
 
     @property
@@ -412,8 +418,8 @@ def ended_of(session: Rollout) -> float:
 
 
 def known_end(session: Rollout) -> float:
-    """When a session ended, in unix seconds; of one without a written end, when it was labelled; 0
-    if neither is known."""
+    """When a session ended, in unix seconds; if its end was not written, when it was labelled; 0 if
+    neither is known."""
     mark = mark_of(session)
     return ended_of(session) or (mark.ended if mark else 0.0)
 
@@ -424,7 +430,7 @@ def user_of(session: Rollout) -> str:
 
 
 def failed_calls(session: Rollout) -> int:
-    """The number of its calls that got no answer, because the gateway or the engine failed."""
+    """The number of a session's calls without an answer, because gateway or engine failed."""
     rows = (row for row in session.rewards if row.source == GATEWAY and row.name == FAILED)
     return next((int(row.value) for row in rows), 0)
 
@@ -455,8 +461,8 @@ def believed(session: Rollout, names: Collection[str]) -> Rollout:
     could mistake it for its own rewards. If the user's feedback is held back, all of it is removed,
     including corrections."""
     mark = mark_of(session)
-    kept = () if mark is not None and mark.ignored else names
-    rewards = [row for row in session.rewards if row.source != FEEDBACK or row.name in kept]
+    allowed = () if mark is not None and mark.ignored else names
+    rewards = [row for row in session.rewards if row.source != FEEDBACK or row.name in allowed]
     return replace(session, rewards=rewards)
 
 
@@ -464,8 +470,8 @@ def is_ready(session: Rollout, now: float, wait: float) -> bool:
     """Whether a session can be trained: its outcome is known, and its user has given feedback or
     had `wait` seconds to do so. A clock that jumps back only lengthens the wait."""
     mark = mark_of(session)
-    known = mark is not None and not math.isnan(outcome_of(session))
-    return known and mark is not None and (mark.explicit or now - mark.ended >= wait)
+    has_outcome = mark is not None and not math.isnan(outcome_of(session))
+    return has_outcome and mark is not None and (mark.explicit or now - mark.ended >= wait)
 
 
 def is_lost(session: Rollout, now: float, wait: float) -> bool:
@@ -487,8 +493,11 @@ MIN_PAUSE, MAX_PAUSE = 1.0, 3600.0  # seconds between two searches for old sessi
 
 
 async def secret_of(store: Store, config: RunConfig) -> bytes:
-    """The run's secret, by which users are hashed and tokens made: generated at the first call and
-    kept in the store. Raises NotFound for an unknown run."""
+    """The secret in the variable `live.people.secret_env`, or else a stored one, generated at the
+    first call. Raises ConfigError if the variable is not set, NotFound for an unknown run."""
+    variable = config.live.people.secret_env
+    if value := read_key(variable, "live.people.secret_env", "the run's"):
+        return value.encode()
     if KEY not in await store.documents(config.name, SECRETS):
         # If two processes generate one, the first is used.
         await store.put_documents(config.name, SECRETS, {KEY: secrets.token_hex(32)})
@@ -496,8 +505,8 @@ async def secret_of(store: Store, config: RunConfig) -> bytes:
 
 
 def user_id(secret: bytes, user: str) -> str:
-    """The name of a user in the store; empty for no user. It cannot be guessed without the secret,
-    as names of users can."""
+    """The name of a user in the store; empty for no user. Unlike the user's real name, it cannot be
+    guessed without the secret."""
     return _digest(secret, "user", user)[:16] if user else ""
 
 
@@ -506,17 +515,17 @@ def token_of(secret: bytes, session: str) -> str:
     return _digest(secret, "feedback", session)[:32]
 
 
-def is_token(secret: bytes, session: str, given: str) -> bool:
-    return hmac.compare_digest(token_of(secret, session).encode(), given.encode(errors="replace"))
+def is_token(secret: bytes, session: str, token: str) -> bool:
+    return hmac.compare_digest(token_of(secret, session).encode(), token.encode(errors="replace"))
 
 
 def _digest(secret: bytes, purpose: str, text: str) -> str:
-    """Raises ValueError for an empty secret, by which everybody could make tokens."""
+    """Raises ValueError for an empty secret, with which anybody could make tokens."""
     if not secret:
         raise ValueError("the secret of the run is not known yet")
     # Otherwise two names could give the same text.
-    said = f"{purpose}:{text}".encode(errors="surrogatepass")
-    return hmac.new(secret, said, sha256).hexdigest()
+    message = f"{purpose}:{text}".encode(errors="surrogatepass")
+    return hmac.new(secret, message, sha256).hexdigest()
 
 
 # -- sessions --------------------------------------------------------------------------------------
@@ -532,8 +541,10 @@ async def all_sessions(store: Store, run: str) -> AsyncIterator[Rollout]:
 
 
 async def sessions_of_user(store: Store, config: RunConfig, user: str) -> list[Rollout]:
-    known = user_id(await secret_of(store, config), user)
-    return [row async for row in all_sessions(store, config.name) if row.task.get("user") == known]
+    user_hash = user_id(await secret_of(store, config), user)
+    return [
+        row async for row in all_sessions(store, config.name) if row.task.get("user") == user_hash
+    ]
 
 
 async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[dict[str, Any]]:
@@ -549,8 +560,8 @@ async def export(store: Store, config: RunConfig, user: str) -> AsyncIterator[di
             "calls": [{name: getattr(call, name) for name in shown} for call in calls],
             "rewards": row.rewards,
         }  # fmt: skip
-    made = await store.forget([row.id for row in rows], dry_run=True)
-    yield {"user": user_id(await secret_of(store, config), user), "items": made.items}
+    deletable = await store.forget([row.id for row in rows], dry_run=True)
+    yield {"user": user_id(await secret_of(store, config), user), "items": deletable.items}
 
 
 async def forget_user(
@@ -568,11 +579,12 @@ async def forget_user(
     deadline = time.monotonic() + PATIENCE
     while True:
         cursor = await store.cursor()
-        found = [await store.forget(some) for some in _parts(left)]
-        rollouts += sum(one.rollouts for one in found)
-        for one in found:
-            items.update(one.items)
-        left, patience = [id for one in found for id in one.left], deadline - time.monotonic()
+        results = [await store.forget(part) for part in _parts(left)]
+        rollouts += sum(result.rollouts for result in results)
+        for result in results:
+            items.update(result.items)
+        left = [id for result in results for id in result.left]
+        patience = deadline - time.monotonic()
         if not left or patience <= 0:
             break
         await store.wait(cursor, timeout=patience)
@@ -589,7 +601,7 @@ async def learned_from(store: Store, run: str, sessions: Iterable[Rollout]) -> l
     learned from it, or may be trained from a version that has."""
     steps = [row.trained for row in sessions if row.trained is not None]
     versions = (await live_state(store, run)).versions.values()
-    return sorted(one.version for one in versions if steps and one.step > min(steps))
+    return sorted(version.version for version in versions if steps and version.step > min(steps))
 
 
 # -- retention -------------------------------------------------------------------------------------
@@ -607,7 +619,7 @@ async def expire(store: Store, config: RunConfig, now: float) -> int:
         async for row in all_sessions(store, config.name)
         if row.state.terminal and 0.0 < known_end(row) < now - limit
     ]
-    return sum([(await store.forget(some)).rollouts for some in _parts(old)])
+    return sum([(await store.forget(part)).rollouts for part in _parts(old)])
 
 
 async def keep(store: Store, config: RunConfig) -> None:

@@ -51,15 +51,13 @@ from agentrl.store.base import Store
 
 Array = np.ndarray[Any, np.dtype[Any]]
 EFFECTS = np.array([[0.05], [0.1], [0.2], [0.4]])  # differences of means on which the test bets
-# Fractions of the capital to bet; the largest is for ten percentage points.
+# Shares of the capital for each of these bets; the largest is for ten percentage points.
 WEIGHTS = np.log([[0.2], [0.5], [0.2], [0.1]])
 BOLDEST = 0.5  # maximum fraction of the capital that one session can lose
-VARIANCE, COUNTED = (
-    0.25,
-    5.0,
-)  # an outcome's variance before it is known, and its weight in sessions
+VARIANCE, COUNTED = 0.25, 5.0  # prior of an outcome's variance, and its weight in sessions
 HALVINGS = 12  # bisection steps for an end of the interval, to 0.0005
-FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])  # of the capital, bet on a rate above a limit
+# Fractions of the capital that are bet on a rate above a limit.
+FRACTIONS = np.array([[0.05], [0.15], [0.4], [0.8]])
 
 
 class Counted(NamedTuple):
@@ -90,13 +88,13 @@ class _Bets(NamedTuple):
 def difference(sessions: Sequence[Counted], alpha: float) -> Difference:
     """Compare the sessions in the order in which they became known. The probability that an end is
     ever wrong is at most alpha / 2. Raises ValueError for a share of 0 or 1."""
-    known = [one for one in sessions if not math.isnan(one.outcome)]
-    if not known:
+    present = [session for session in sessions if not math.isnan(session.outcome)]
+    if not present:
         return Difference(-1.0, 1.0, math.nan, math.nan, (0, 0), 0)
-    candidate, given, share = (np.array(column) for column in zip(*known, strict=True))
+    candidate, raw_outcome, share = (np.array(column) for column in zip(*present, strict=True))
     if share.min() <= 0 or share.max() >= 1:
         raise ValueError("a session that could only be drawn for one version compares nothing")
-    outcome = np.clip(given, 0.0, 1.0)
+    outcome = np.clip(raw_outcome, 0.0, 1.0)
     up, down = _bets(candidate, outcome, share)
     line = math.log(2 / alpha)
     return Difference(
@@ -105,7 +103,7 @@ def difference(sessions: Sequence[Counted], alpha: float) -> Difference:
         _mean(outcome[candidate]),
         _mean(outcome[~candidate]),
         (int(candidate.sum()), int((~candidate).sum())),
-        int((outcome != given).sum()),
+        int((outcome != raw_outcome).sum()),
     )
 
 
@@ -218,26 +216,26 @@ class ServedSessions:
     _looks: int = 0
     _now: float = 0.0
 
-    async def read(self, now: float, known: LiveState) -> None:
+    async def read(self, now: float, state: LiveState) -> None:
         """Read new sessions. now: unix seconds. The queries are in the order of a session's states,
         so that none is missed."""
-        if (lanes := known.lanes) is None:
+        if (lanes := state.lanes) is None:
             return
         first = not self._looks
-        given: dict[str, Any]
+        filters: dict[str, Any]
         rows: list[Rollout] = []
-        for given in (
+        for filters in (
             {"state": RolloutState.RUNNING, "purpose": Purpose.TRAIN},
             {"group_state": "settled"},
             {"group_state": "claimed"},
         ):
-            rows += await self.store.rollouts(self.run, **given)
-        state = await self.store.run(self.run)
+            rows += await self.store.rollouts(self.run, **filters)
+        run_row = await self.store.run(self.run)
         self.see(rows, now, lanes)
         if first:
             self._take(await self.store.rollouts(self.run, group_state="discarded"), lanes)
-        steps = state.step if state else 0
-        for step in range(max(self._step, first_step(known, lanes)), steps):
+        steps = run_row.step if run_row else 0
+        for step in range(max(self._step, first_step(state, lanes)), steps):
             self._take(await self.store.rollouts(self.run, trained=step), lanes)
             self._step = step + 1
 
@@ -248,8 +246,8 @@ class ServedSessions:
         self.recent = {row.id: row for row in sessions}
         before, self._open = self._open, {}
         self._take((before | self.recent).values(), lanes)
-        found = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
-        self._seen |= found  # one read may miss a row while its group is being released
+        still_listed = dict.fromkeys(self._seen.keys() & self.recent.keys(), self._looks)
+        self._seen |= still_listed  # one read may miss a row while its group is being released
         self._seen = {id: look for id, look in self._seen.items() if look >= self._looks - 1}
 
     def _take(self, rows: Iterable[Rollout], lanes: Lanes) -> None:
@@ -259,7 +257,7 @@ class ServedSessions:
         self._trim(lanes)
 
     def _sort(self, row: Rollout) -> None:
-        """Whether a session is settled."""
+        """Add a session if it is settled; otherwise keep it as open."""
         labelled = is_labelled(row)
         if labelled and self._had_time(row, self.live.wait):
             self._add(row)
@@ -290,37 +288,49 @@ class ServedSessions:
             self.known.pop(version, None)
             self.newest.pop(version, None)
         for version, sessions in self.known.items():
-            sessions.sort(key=lambda one: one.began)
-            judged = [one for one in sessions if not math.isnan(one.outcome)]
-            kept = {one.rollout for one in judged if one.rival == lanes.candidate is not None}
-            for some in (sessions, judged):
-                first = [one for one in some if one.lane == "serving"][:WATCHED]
-                kept |= {one.rollout for one in [*first, *some[-WATCHED:]]}
-            self.known[version] = [one for one in sessions if one.rollout in kept]
+            sessions.sort(key=lambda session: session.began)
+            judged = [session for session in sessions if not math.isnan(session.outcome)]
+            needed = {
+                session.rollout
+                for session in judged
+                if session.rival == lanes.candidate is not None
+            }
+            for group in (sessions, judged):
+                first = [session for session in group if session.lane == "serving"][:WATCHED]
+                needed |= {session.rollout for session in [*first, *group[-WATCHED:]]}
+            self.known[version] = [session for session in sessions if session.rollout in needed]
 
     def compared(self, candidate: int, serving: int) -> list[ServedSession]:
         """The sessions with a known outcome that were assigned to one of two lanes, in order of
         their start."""
-        ours = [one for one in self.known[candidate] if one.lane == "candidate"]
-        theirs = [one for one in self.known[serving] if one.lane == "serving"]
-        drawn = [one for one in ours + theirs if one.rival == candidate and 0 < one.share < 1]
-        drawn = [one for one in drawn if not math.isnan(one.outcome)]
+        ours = [session for session in self.known[candidate] if session.lane == "candidate"]
+        theirs = [session for session in self.known[serving] if session.lane == "serving"]
+        drawn = [
+            session
+            for session in ours + theirs
+            if session.rival == candidate and 0 < session.share < 1
+        ]
+        drawn = [session for session in drawn if not math.isnan(session.outcome)]
         alike = [row for row in self._open.values() if row.task.get("candidate") == candidate]
         end = self._end(alike, self.live.wait)
-        return sorted((one for one in drawn if one.began < end), key=lambda one: one.began)
+        return sorted(
+            (session for session in drawn if session.began < end), key=lambda session: session.began
+        )
 
     def outcomes(self, version: int, *, lane: str = "", early: bool = False) -> list[float]:
         """Known outcomes of a version, oldest first. early: the early outcomes (`early_of`), also
         of sessions that are not settled."""
-        sessions = [one for one in self.known[version] if not lane or one.lane == lane]
-        found = [(one.began, one.early if early else one.outcome) for one in sessions]
+        sessions = [session for session in self.known[version] if not lane or session.lane == lane]
+        timed = [
+            (session.began, session.early if early else session.outcome) for session in sessions
+        ]
         left = [row for row in self._open.values() if is_of(row, version, lane)]
         if early:
             over = [row for row in left if is_labelled(row) and self._had_time(row, EARLY)]
-            found += [(began_of(row, self._now), early_of(row)) for row in over]
+            timed += [(began_of(row, self._now), early_of(row)) for row in over]
             left = [row for row in left if row not in over]
         end = self._end(left, EARLY if early else self.live.wait)
-        return [value for began, value in sorted(found) if began < end and not math.isnan(value)]
+        return [value for began, value in sorted(timed) if began < end and not math.isnan(value)]
 
     def _had_time(self, row: Rollout, seconds: float) -> bool:
         return known_end(row) + seconds <= self._now
@@ -337,10 +347,10 @@ def is_labelled(row: Rollout) -> bool:
 
 
 def began_of(row: Rollout, now: float) -> float:
-    """When a session began, in unix seconds; now: if it is unknown and has not ended."""
-    known = row.task.get(BEGAN)
-    if isinstance(known, int | float):
-        return float(known)
+    """When a session began, in unix seconds; `now` if that is unknown and it has not ended."""
+    began = row.task.get(BEGAN)
+    if isinstance(began, int | float):
+        return float(began)
     ended = known_end(row)
     return ended - row.seconds if ended else now
 
@@ -355,14 +365,17 @@ def early_of(row: Rollout) -> float:
     return outcome if soon else 1.0
 
 
-def first_step(known: LiveState, lanes: Lanes) -> int:
+def first_step(state: LiveState, lanes: Lanes) -> int:
     """The first step that may have trained sessions of the versions in the lanes."""
-    versions = [known.versions[one] for one in served(lanes) if one in known.versions]
-    return min((one.step for one in versions), default=0)
+    versions = [state.versions[version] for version in served(lanes) if version in state.versions]
+    return min((version.step for version in versions), default=0)
 
 
 def counted(sessions: list[ServedSession], candidate: int) -> list[Counted]:
-    return [Counted(one.version == candidate, one.outcome, one.share) for one in sessions]
+    return [
+        Counted(session.version == candidate, session.outcome, session.share)
+        for session in sessions
+    ]
 
 
 def is_of(row: Rollout, version: int, lane: str) -> bool:

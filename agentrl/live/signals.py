@@ -61,20 +61,22 @@ class Reply(Record, frozen=True):
 
 def replies(calls: Sequence[Transition]) -> list[Reply]:
     """The reply to each call that a later call continues."""
-    said = [[m for m in call.messages if m.get("role") not in INSTRUCTION_ROLES] for call in calls]
-    keys = [[_key(message) for message in messages] for messages in said]
-    found = []
+    dialogues = [
+        [m for m in call.messages if m.get("role") not in INSTRUCTION_ROLES] for call in calls
+    ]
+    keys = [[_key(message) for message in messages] for messages in dialogues]
+    all_replies = []
     for i, call in enumerate(calls):
         later = (
             following
             for j in range(i + 1, len(calls))
-            if (following := _beyond(call, keys[i], said[j], keys[j]))
+            if (following := _beyond(call, keys[i], dialogues[j], keys[j]))
         )
         if call.answer is not None and call.repeats is None and (after := next(later, None)):
-            found.append(
+            all_replies.append(
                 Reply(call=call.id, messages=call.messages, answer=call.answer, next=after)
             )
-    return found
+    return all_replies
 
 
 def _beyond(
@@ -84,16 +86,20 @@ def _beyond(
     request does not continue this answer."""
     if keys[: len(prefix)] != prefix:
         return []
-    rest = messages[len(prefix) :]
-    if not rest or not _is_answer(rest[0]) or not _same_answer(rest[0], call.answer or {}):
+    continuation = messages[len(prefix) :]
+    if (
+        not continuation
+        or not _is_answer(continuation[0])
+        or not _same_answer(continuation[0], call.answer or {})
+    ):
         return []
-    return [*takewhile(lambda m: not _is_answer(m), dropwhile(_is_answer, rest))]
+    return [*takewhile(lambda m: not _is_answer(m), dropwhile(_is_answer, continuation))]
 
 
-def _same_answer(sent: Message, given: Message) -> bool:
+def _same_answer(sent: Message, answer: Message) -> bool:
     """Whether a message is the answer of a call; agents may leave out its text or reasoning."""
-    one, other = (" ".join(text_of(message).split()) for message in (sent, given))
-    return not one or not other or one == other
+    sent_text, answer_text = (" ".join(text_of(message).split()) for message in (sent, answer))
+    return not sent_text or not answer_text or sent_text == answer_text
 
 
 def text_of(message: Message) -> str:
@@ -132,19 +138,19 @@ def _key(message: Message) -> bytes:
 
 def digest_of_session(calls: Sequence[Transition]) -> str:
     """A digest of the messages of users and tools, but not of the answers: equal for a repeated
-    session, whichever version answers. Otherwise a repetition would count in each lane, and more in
-    one with little traffic."""
+    session, whichever version answers. Otherwise a repetition would count in each lane, with more
+    effect in a lane with little traffic."""
     state = blake2b(digest_size=16)
     others = (*ANSWERS, *INSTRUCTION_ROLES)
-    said = {_key(m): None for call in calls for m in call.messages if m.get("role") not in others}
-    for key in said:
+    keys = {_key(m): None for call in calls for m in call.messages if m.get("role") not in others}
+    for key in keys:
         state.update(key)
     return state.hexdigest()
 
 
 def posted(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Values in 0..1 that were posted as feedback, by name: that of the session, else the mean of
-    its calls'. A correction has the value 0: the answer was wrong."""
+    """Values in 0..1 that were posted as feedback, by name: the value of the session, else the mean
+    over its calls. A correction has the value 0: the answer was wrong."""
     whole, of_calls = dict[str, float](), dict[str, list[float]]()
     for row in rewards:
         if row.source != FEEDBACK or row.name in ASKED or not 0 <= row.value <= 1:
@@ -156,16 +162,19 @@ def posted(rewards: Iterable[Reward]) -> dict[str, float]:
     return {name: fmean(values) for name, values in of_calls.items()} | whole
 
 
-def invalid_reason(said: Feedback) -> str:
+def invalid_reason(feedback: Feedback) -> str:
     """Why feedback cannot be a signal; empty if it can."""
-    name, value = said.name, said.value
+    name, value = feedback.name, feedback.value
     if name == CORRECTION:
         return "a correction is the text in the field 'correction'; choose another name"
     if name in reserved():
         return f"{name!r} is the name of a signal that is not posted; choose another"
     if value is not None and not 0 <= value <= 1:
         return f"the value {value:g} of {name!r:.80} is not between 0 and 1; scale it"
-    if len(name) > MAX_NAME_CHARS or len(said.note) + len(said.correction or "") > MAX_TEXT_CHARS:
+    if (
+        len(name) > MAX_NAME_CHARS
+        or len(feedback.note) + len(feedback.correction or "") > MAX_TEXT_CHARS
+    ):
         return (
             f"a name has at most {MAX_NAME_CHARS} characters, note and correction "
             f"{MAX_TEXT_CHARS:,}"
@@ -195,13 +204,10 @@ VOTES = (FEEDBACK, CORRECTION)  # signals of the user's opinion
 MEMORY = 200  # newest sessions of a user that are used
 DAYS = 3  # within which ended sessions may still be unlabelled
 STANDING = 30 * 86_400.0  # seconds after which a user is forgotten
-FRESH, MANY = (
-    5.0,
-    1000,
-)  # seconds, or 1/MANY more sessions, until outliers are computed again
-MIN_SESSIONS = 5  # sessions of a user, or other users, from which on outliers are detected
-MIN_VOTERS = 3  # users with votes, from which on a user's votes can be compared with others'
-# How much farther than the median user's an outlier's votes are from other signals.
+FRESH, MANY = 5.0, 1000  # outliers are computed again after FRESH seconds or 1/MANY more sessions
+MIN_SESSIONS = 5  # minimum sessions of a user, and minimum other users, to detect outliers
+MIN_VOTERS = 3  # minimum users with votes, to compare the votes of a user with those of others
+# How much farther an outlier's votes are from the other signals than the median user's votes are.
 OUTLIER_MARGIN = 0.25
 DEVIATIONS = 3.0  # standard deviations between an outlier and the median user
 VARIANCE, MIN_VARIANCE = 0.25, 0.05  # maximum for outcomes; minimum for distances
@@ -254,18 +260,20 @@ class User:
         self.seen[session] = seen
         self._means.clear()
         if len(self.seen) > MEMORY:
-            del self.seen[min(self.seen, key=lambda one: self.seen[one].ended)]
+            del self.seen[min(self.seen, key=lambda id: self.seen[id].ended)]
         return True
 
     def ended(self) -> float:
         """When its last session ended."""
-        return max(one.ended for one in self.seen.values())
+        return max(session.ended for session in self.seen.values())
 
     def mean(self, name: str) -> Mean:
         """The mean of a field over the user's sessions."""
         if name not in self._means:
-            known = [x for one in self.seen.values() if (x := getattr(one, name)) is not None]
-            self._means[name] = Mean(mean(known), len(known))
+            values = [
+                x for session in self.seen.values() if (x := getattr(session, name)) is not None
+            ]
+            self._means[name] = Mean(mean(values), len(values))
         return self._means[name]
 
 
@@ -281,8 +289,8 @@ class Day:
     first: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def has(self, session: str, user: str, mark: Mark) -> bool:
-        found, at = self.counted[user], (mark.ended, session)
-        return at in found[bisect_left(found, at) :][:1]
+        counted, at = self.counted[user], (mark.ended, session)
+        return at in counted[bisect_left(counted, at) :][:1]
 
     def add(self, session: str, user: str, mark: Mark) -> None:
         if not self.has(session, user, mark):
@@ -292,8 +300,8 @@ class Day:
 
 def mean(values: Iterable[float]) -> float:
     """NaN if there are none."""
-    known = [*values]
-    return fmean(known) if known else math.nan
+    present = [*values]
+    return fmean(present) if present else math.nan
 
 
 def is_counted(mark: Mark) -> bool:
@@ -309,9 +317,9 @@ class Ledger:
         self.users: defaultdict[str, User] = defaultdict(User)
         self.days: dict[str, Day] = {}
         self._per_user, self._weights = per_user, weights  # 0: no limit
-        self._found: Outliers = {}, {}
-        # Time of the last search; sessions then, and since.
-        self._found_at, self._known, self._new = -math.inf, 0, 0
+        self._last_outliers: Outliers = {}, {}
+        # Time of the last search, the number of sessions then, and of new ones since.
+        self._searched_at, self._sessions_then, self._new = -math.inf, 0, 0
 
     def admit(self, session: str, user: str, mark: Mark) -> str:
         """Why a session that has just ended does not count, independent of its signals; empty if it
@@ -337,9 +345,9 @@ class Ledger:
             day.add(session, user, mark)
         outcome = weighted(mark.all, self._weights)
         vote = mean(mark.posted[name] for name in VOTES if name in mark.posted)
-        other = mean(mark.asked[name] for name in ASKED if name in mark.asked)
-        known = (None if math.isnan(x) else x for x in (outcome, vote, abs(vote - other)))
-        self._new += self.users[user].add(session, UserSession(mark.ended, *known))
+        other_signals = mean(mark.asked[name] for name in ASKED if name in mark.asked)
+        values = (None if math.isnan(x) else x for x in (outcome, vote, abs(vote - other_signals)))
+        self._new += self.users[user].add(session, UserSession(mark.ended, *values))
 
     def _day(self, mark: Mark) -> Day | None:
         """The day of a session; None if it is older than the kept days."""
@@ -357,48 +365,48 @@ class Ledger:
         """Drop users without recent sessions. A jump of the clock creates at most one wrong day, so
         the oldest of several days is real."""
         since = min((day.began for day in self.days.values()), default=0.0) - STANDING
-        for name in [name for name, one in self.users.items() if one.ended() < since]:
+        for name in [name for name, user in self.users.items() if user.ended() < since]:
             del self.users[name]
 
     def outliers(self) -> Outliers:
         """`contrary` and `unlike`, as they were a short time ago."""
-        late = time.monotonic() - self._found_at >= FRESH
-        if self._new and (late or MANY * self._new >= self._known):
-            self._found = self.contrary(), self.unlike()
-            self._found_at, self._new = time.monotonic(), 0
-            self._known = sum(len(one.seen) for one in self.users.values())
-        return self._found
+        late = time.monotonic() - self._searched_at >= FRESH
+        if self._new and (late or MANY * self._new >= self._sessions_then):
+            self._last_outliers = self.contrary(), self.unlike()
+            self._searched_at, self._new = time.monotonic(), 0
+            self._sessions_then = sum(len(user.seen) for user in self.users.values())
+        return self._last_outliers
 
     def contrary(self) -> dict[str, str]:
         """Users whose votes are held back -> their statistics."""
-        found = {name: one.mean("distance") for name, one in self.users.items()}
-        known = {name: distance.value for name, distance in found.items() if distance.of}
-        if len(known) < MIN_VOTERS:
+        distances = {name: user.mean("distance") for name, user in self.users.items()}
+        voters = {name: distance.value for name, distance in distances.items() if distance.of}
+        if len(voters) < MIN_VOTERS:
             return {}
-        usual = median(known.values())
+        usual = median(voters.values())
         spread = max(usual * (1 - usual), MIN_VARIANCE)
-        chance = {name: spread / found[name].of for name in known}
+        chance = {name: spread / distances[name].of for name in voters}
         return {
             name: f"its votes are {far:.2f} from the other signals of its sessions, those of the "
             f"median user {usual:.2f}"
-            for name, far in known.items()
-            if found[name].of >= MIN_SESSIONS
+            for name, far in voters.items()
+            if distances[name].of >= MIN_SESSIONS
             and far - usual > max(OUTLIER_MARGIN, DEVIATIONS * math.sqrt(chance[name]))
         }
 
     def unlike(self) -> dict[str, str]:
         """Users with less weight than the median user -> their statistics. The variation between
         other users beyond chance is allowed, because some users ask harder questions."""
-        found = {name: one.mean("outcome") for name, one in self.users.items()}
+        outcomes = {name: user.mean("outcome") for name, user in self.users.items()}
         means = {
-            name: outcome.value for name, outcome in found.items() if outcome.of >= MIN_SESSIONS
+            name: outcome.value for name, outcome in outcomes.items() if outcome.of >= MIN_SESSIONS
         }
         if len(means) <= MIN_SESSIONS:
             return {}
         usual = median(means.values())
-        chance = {name: VARIANCE / found[name].of for name in means}
-        seen = NORMAL * median(abs(value - usual) for value in means.values())
-        between = max(0.0, seen**2 - median(chance.values()))
+        chance = {name: VARIANCE / outcomes[name].of for name in means}
+        spread = NORMAL * median(abs(value - usual) for value in means.values())
+        between = max(0.0, spread**2 - median(chance.values()))
         return {
             name: f"its mean outcome is {value:.2f}, that of the median user {usual:.2f}"
             for name, value in means.items()
@@ -406,8 +414,8 @@ class Ledger:
         }
 
     def few(self, day: str) -> int:
-        """Sessions of a day that count of a user who is unlike all others."""
-        counts = [len(found) for found in self.days[day].counted.values() if found]
+        """How many sessions of a day count for a user who is unlike all others."""
+        counts = [len(sessions) for sessions in self.days[day].counted.values() if sessions]
         return max(1, int(median(counts)) // 2) if counts else 1
 
     def is_beyond(self, session: str, user: str, mark: Mark) -> bool:

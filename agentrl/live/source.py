@@ -58,7 +58,7 @@ class SessionSource:
     serves: bool  # whether its policy is an adapter, which is served by the base's server
     versions: Versions | None = None
     since: float = dataclasses.field(default_factory=time.monotonic)  # time of the last step
-    discarded: float = dataclasses.field(default_factory=time.monotonic)  # when sessions last were
+    discarded: float = dataclasses.field(default_factory=time.monotonic)  # time of the last discard
     held: str = ""  # why learning is paused
     no_room: str = ""  # why a step cannot be written
     unlabelled: dict[str, float] = dataclasses.field(
@@ -150,7 +150,8 @@ class SessionSource:
         return ready, left_out, again
 
     def _is_overdue(self, session: Rollout, now: float) -> bool:
-        """Whether a session's label was waited for in vain; a watch that starts late labels all."""
+        """Whether a session has waited too long for its label: a watch that starts late labels
+        all."""
         return now - self.unlabelled.get(session.group, now) >= MAX_UNLABELLED_SECONDS
 
     def _age(self, session: Rollout, step: int) -> float:
@@ -168,8 +169,8 @@ class SessionSource:
         groups, unreadable = split_unreadable(groups, self.vocabulary)
         void: list[Group] = []
         for first in range(0, len(left_out), CLAIMED_AT_ONCE):  # there may be thousands
-            found = await self._claimed(left_out[first : first + CLAIMED_AT_ONCE])
-            void += [replace(group, rollouts=[]) for group in found]
+            discarded = await self._claimed(left_out[first : first + CLAIMED_AT_ONCE])
+            void += [replace(group, rollouts=[]) for group in discarded]
         metrics = {"live/sessions": len(groups), "live/discarded": len(void) + len(unreadable)}
         return Collected(
             groups, [*void, *unreadable], {name: float(x) for name, x in metrics.items()},
@@ -190,12 +191,12 @@ class SessionSource:
         names = self.run.config.live.signals.weight.keys()
         rows = [believed(row, names) for row in group.rollouts]
         rollouts = [
-            replace(row, transitions=[self._own(call, now) for call in row.transitions])
+            replace(row, transitions=[self._relabelled(call, now) for call in row.transitions])
             for row in rows
         ]
         return replace(group, rollouts=rollouts, step=step)
 
-    def _own(self, call: Transition, now: int) -> Transition:
+    def _relabelled(self, call: Transition, now: int) -> Transition:
         if call.version is None or call.policy != policy_of(call.version):
             return call
         lag = self.lineage.lag(call.version, now)

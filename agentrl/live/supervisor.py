@@ -58,7 +58,8 @@ def run_live(
 
 
 async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until SIGTERM, by which services and containers are stopped: it stops in order."""
+    """Run `work` until SIGTERM, with which services and containers are stopped; then end it in
+    order."""
     working = asyncio.create_task(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     with contextlib.suppress(asyncio.CancelledError):
@@ -116,7 +117,7 @@ async def supervise(
         say = console.print
         bisection = StepBisection(output)
         keeping += [
-            asyncio.create_task(keep_serving(one, say, bisection.failed)) for one in children
+            asyncio.create_task(keep_serving(child, say, bisection.failed)) for child in children
         ]
         try:
             done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)

@@ -43,9 +43,9 @@ from agentrl.store.base import Store
 
 log = logging.getLogger("agentrl.algorithm")
 FOLDER = "versions"
-GRACE = 3.0  # seconds for which a version that has left all lanes is served to calls on their way
+GRACE = 3.0  # seconds for which a version that has left all lanes still serves calls in flight
 KEPT_VERSIONS = 5  # folders of versions that served, which a user can offer again
-# In the event about a folder with unreadable weights.
+# Raised for a folder whose weights cannot be used.
 UNUSABLE = (PolicyError, ConfigError, OSError)
 
 
@@ -83,7 +83,7 @@ class Lineage:
         return self.updates(last.at, now) + self._lag(version, last.version, earlier)
 
     def updates(self, since: int, now: int) -> int:
-        """The number of steps of `since` to `now` that trained something."""
+        """The number of steps from `since` to `now` that trained something."""
         return now - since - (bisect_left(self.empty, now) - bisect_left(self.empty, since))
 
     async def read_empty(self, store: Store, run: str, steps: int) -> None:
@@ -102,7 +102,7 @@ class Lineage:
 
 @dataclass(slots=True)
 class Versions:
-    """Serves the versions that the lanes name; `tend` follows each decision. lineage: of the
+    """Serves the versions that the lanes name; `tend` carries out the decisions. lineage: of the
     learner."""
 
     run: ServedRun
@@ -120,29 +120,29 @@ class Versions:
     async def start(self) -> None:
         """Serve the versions of the lanes, or the first version. Raises PolicyError if the weights
         of the serving version cannot be loaded."""
-        known = await self.documents.state()
+        state = await self.documents.state()
         await self._reserve()
-        if not known.versions:
+        if not state.versions:
             await self.offer(self.run.state.step, "first")
         else:
-            await self._serve(known)
+            await self._serve(state)
             await self._announce()
 
     async def tend(self, step: int) -> None:
         """Carry out the decisions since the last call: serve the versions of the lanes, continue
         from the serving version, or offer the newest one. step: the number of committed steps."""
-        known = await self.documents.state()
-        self.lanes = known.lanes
-        if known.lanes is None:
+        state = await self.documents.state()
+        self.lanes = state.lanes
+        if state.lanes is None:
             return
         now = self.run.policies.versions(step)[POLICY]
         await self.lineage.read_empty(self.run.store, self.run.config.name, step)
-        await self._follow_serving(known, now)
-        await self._serve(known)
-        await self._serve_offered(known, step)
-        if known.lanes.candidate is None and not pending(known) and not self.blocked:
-            trained = self.lineage.lag(known.lanes.serving, now) > 0
-            if trained and now not in known.versions:
+        await self._follow_serving(state, now)
+        await self._serve(state)
+        await self._serve_offered(state, step)
+        if state.lanes.candidate is None and not pending(state) and not self.blocked:
+            trained = self.lineage.lag(state.lanes.serving, now) > 0
+            if trained and now not in state.versions:
                 await self.offer(step, "trained")
         await self._announce()
 
@@ -185,19 +185,20 @@ class Versions:
 
     def _folders(self) -> dict[int, Path]:
         """The existing folders of versions, by version."""
-        found = Path(self.run.config.output, FOLDER).glob(f"{POLICY}-*")
+        paths = Path(self.run.config.output, FOLDER).glob(f"{POLICY}-*")
         return {
-            int(path.name.rpartition("-")[2]): path for path in found if PARTIAL not in path.name
+            int(path.name.rpartition("-")[2]): path for path in paths if PARTIAL not in path.name
         }
 
     async def _add(
-        self, version: int, path: Path, kind: VersionKind, step: int, given: str = ""
+        self, version: int, path: Path, kind: VersionKind, step: int, copied_from: str = ""
     ) -> None:
         await self._freeze(version, path)
         lanes = (await self.documents.state()).lanes
         row = Version(
             version=version, step=step, path=str(path.relative_to(self.run.config.output)),
-            offered=time.time(), source=lanes.serving if lanes else None, kind=kind, given=given,
+            offered=time.time(), source=lanes.serving if lanes else None, kind=kind,
+            given=copied_from,
         )  # fmt: skip
         await self._announce()
         await put_version(self.run.store, self.run.config.name, row)
@@ -208,12 +209,12 @@ class Versions:
             await self.run.serving.freeze(policy_of(version), path, version)
         self.served.add(version)
 
-    async def _serve(self, known: LiveState) -> None:
+    async def _serve(self, state: LiveState) -> None:
         """Serve exactly the versions of the lanes, and the offered one."""
-        wanted = wanted_of(known)
+        wanted = wanted_of(state)
         for version in sorted(wanted - self.served):
             self.unwanted.pop(version, None)
-            await self._load(known, version)
+            await self._load(state, version)
         now = time.monotonic()
         for version in self.served - wanted:
             self.unwanted.setdefault(version, now)
@@ -225,39 +226,39 @@ class Versions:
             async with self.run.serving.updating():
                 await self.run.serving.drop(policy_of(version))
             self.served.discard(version)
-        self._delete_old(known, wanted)
+        self._delete_old(state, wanted)
 
-    async def _load(self, known: LiveState, version: int) -> None:
+    async def _load(self, state: LiveState, version: int) -> None:
         """Serve a version again. One that cannot be loaded leaves its lane, unless it serves."""
-        path = self._path(known.versions[version])
+        path = self._path(state.versions[version])
         try:
             if not path.is_dir():
                 raise PolicyError(f"there is no folder {path}")
             await self._freeze(version, path)
         except UNUSABLE as error:
-            if known.lanes is None or version == known.lanes.serving:
+            if state.lanes is None or version == state.lanes.serving:
                 raise PolicyError(
                     f"version {version} serves, and cannot be loaded: {error}"
                 ) from error
-            await self._drop(known, version, f"its weights cannot be loaded: {error}")
+            await self._drop(state, version, f"its weights cannot be loaded: {error}")
 
-    async def _drop(self, known: LiveState, version: int, why: str) -> None:
+    async def _drop(self, state: LiveState, version: int, why: str) -> None:
         """Remove a version that is not the serving one from the lanes."""
-        assert known.lanes is not None
+        assert state.lanes is not None
         log.warning("version %d: dropped: %s", version, why)
-        lanes = known.lanes.without(version)
+        lanes = state.lanes.without(version)
         event = Event(time=time.time(), kind="dropped", version=version, lanes=lanes, why=why)
         with suppress(Conflict):  # `tend` will read the other decision and try again
-            await records.decide(self.run.store, self.run.config.name, known, event)
+            await records.decide(self.run.store, self.run.config.name, state, event)
 
-    def _delete_old(self, known: LiveState, wanted: set[int]) -> None:
+    def _delete_old(self, state: LiveState, wanted: set[int]) -> None:
         """Delete the folders of versions that can no longer be served or offered again."""
-        served = [one.version for one in known.events if one.kind in ("first", "promoted")]
-        kept = (
-            wanted | self.served | set(served[-KEPT_VERSIONS:]) | {min(known.versions, default=0)}
+        served = [event.version for event in state.events if event.kind in ("first", "promoted")]
+        needed = (
+            wanted | self.served | set(served[-KEPT_VERSIONS:]) | {min(state.versions, default=0)}
         )
         for version, folder in self._folders().items():
-            if version not in kept:
+            if version not in needed:
                 delete_directory(folder)
 
     def _path(self, version: Version) -> Path:
@@ -276,31 +277,31 @@ class Versions:
             row = PolicyVersion(run=name, policy=POLICY, version=0, base_url="", model="")
             await run.store.publish(row, epoch=run.state.epoch)
 
-    async def _follow_serving(self, known: LiveState, now: int) -> None:
+    async def _follow_serving(self, state: LiveState, now: int) -> None:
         """Continue learning from the serving version, if there is a reason to; a failed load is
         retried at the next call."""
-        assert known.lanes is not None
-        new, serving = known.events[self.lineage.decided :], known.lanes.serving
-        if why := self._why_from_serving(known, now, new):
+        assert state.lanes is not None
+        new, serving = state.events[self.lineage.decided :], state.lanes.serving
+        if why := self._why_from_serving(state, now, new):
             try:
-                await asyncio.to_thread(self.run.policies.load, self._path(known.versions[serving]))
+                await asyncio.to_thread(self.run.policies.load, self._path(state.versions[serving]))
             except UNUSABLE as error:
                 self._stop_learning(f"{why}, but version {serving} cannot be loaded: {error}")
                 return
             self.lineage.resets.append(Reset(now, serving))
             log_phase(log, f"the learner continues from version {serving}: {why}")
-        self.lineage.decided, self.blocked = len(known.events), ""
+        self.lineage.decided, self.blocked = len(state.events), ""
 
     def _stop_learning(self, why: str) -> None:
         if why != self.blocked:
             log.warning("learning is paused, serving continues: %s", why)
         self.blocked = why
 
-    def _why_from_serving(self, known: LiveState, now: int, new: Sequence[Event]) -> str:
+    def _why_from_serving(self, state: LiveState, now: int, new: Sequence[Event]) -> str:
         """Why the learner has to continue from the serving version, not from its own weights; empty
         if it need not. new: the decisions since the last call."""
-        assert known.lanes is not None
-        serving = known.lanes.serving
+        assert state.lanes is not None
+        serving = state.lanes.serving
         lag = self.lineage.lag(serving, now)
         bad = [event.version for event in new if records.resets(event)]
         derived = [version for version in bad if self.lineage.lag(version, now) < inf]
@@ -308,15 +309,15 @@ class Versions:
             return f"version {derived[-1]}, from which the learner comes, was rejected"
         if lag == inf:
             return "the learner does not descend from the serving version"
-        undecided = known.lanes.candidate is not None or pending(known) or now not in known.versions
+        undecided = state.lanes.candidate is not None or pending(state) or now not in state.versions
         if not undecided and lag >= max_updates_ahead(self.run.config.algorithm.max_staleness):
             return f"there was no decision after {lag:.0f} updates"
         return ""
 
-    async def _serve_offered(self, known: LiveState, step: int) -> None:
+    async def _serve_offered(self, state: LiveState, step: int) -> None:
         """Serve the first of the checkpoints that users offer."""
-        wishes = records.unmet(known)
-        if not wishes or known.lanes is None or pending(known):
+        wishes = records.unmet(state)
+        if not wishes or state.lanes is None or pending(state):
             return
         version, wish = wishes[0]
         try:
@@ -325,17 +326,19 @@ class Versions:
         except UNUSABLE as error:
             if version in self.served:  # the store failed, so the version is announced later
                 raise
-            await self._drop(known, version, f"{wish.path} cannot be offered: {error}")
+            await self._drop(state, version, f"{wish.path} cannot be offered: {error}")
 
     def _copy(self, source: Path, target: Path) -> None:
         """Copy the files of a checkpoint. Those of this run never change: links are enough."""
         if target.is_dir():
             return
-        own = source.is_relative_to(Path(self.run.config.output).resolve())
+        in_run = source.is_relative_to(Path(self.run.config.output).resolve())
         with atomic_directory(target) as partial:
             for file in source.iterdir():
                 if file.is_file():
-                    _link_or_copy(file, partial / file.name) if own else shutil.copy(file, partial)
+                    _link_or_copy(file, partial / file.name) if in_run else shutil.copy(
+                        file, partial
+                    )
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
@@ -345,18 +348,18 @@ def _link_or_copy(file: Path, target: Path) -> None:
         shutil.copy(file, target)
 
 
-def pending(known: LiveState) -> set[int]:
+def pending(state: LiveState) -> set[int]:
     """The version that is offered next, if it is undecided."""
-    following = records.next_offer(known)
+    following = records.next_offer(state)
     return set() if following is None else {following.version}
 
 
-def wanted_of(known: LiveState) -> set[int]:
+def wanted_of(state: LiveState) -> set[int]:
     """The versions to serve: of the lanes, and the one that is offered."""
-    if known.lanes is None:
-        return set(known.versions)
-    wanted = records.served(known.lanes) | pending(known)
-    return {version for version in wanted if version in known.versions}
+    if state.lanes is None:
+        return set(state.versions)
+    wanted = records.served(state.lanes) | pending(state)
+    return {version for version in wanted if version in state.versions}
 
 
 def max_updates_ahead(staleness: float) -> int:

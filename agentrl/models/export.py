@@ -97,8 +97,10 @@ def push(directory: Path, repo: str, *, private: bool) -> str:
 
     api = HfApi()
     try:
-        made = api.create_repo(repo, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=made.repo_id, folder_path=directory, commit_message="By agentrl")
+        repository = api.create_repo(repo, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=directory, commit_message="By agentrl"
+        )
     except (OSError, httpx.HTTPError, HFValidationError) as error:
         lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
         raise AgentRLError(
@@ -106,7 +108,7 @@ def push(directory: Path, repo: str, *, private: bool) -> str:
             + f"; {directory} is written. Log in with `hf auth login`, unset HF_HUB_OFFLINE, or "
             f"upload it later: hf upload {repo} {directory}"
         ) from None
-    return str(made)
+    return str(repository)
 
 
 def _of_policy(checkpoint: Path, policy: str | None) -> Path:
@@ -154,8 +156,8 @@ async def choose(store_url: str, run: str, which: str = BEST) -> Chosen:
     config = from_store(state.config)
     if which in (BEST, LAST) or which.isdecimal():
         share = are_shares(row.metrics for row in steps)
-        known = {step: score_text(score, share) for step, score in scores.items()}
-        path, why = _named(folder, state, known, which)
+        score_texts = {step: score_text(score, share) for step, score in scores.items()}
+        path, why = _named(folder, state, score_texts, which)
     else:
         path, why = Path(which), "as given"
     return Chosen(checkpoint_at(path), why, config, steps)
@@ -183,8 +185,8 @@ def _folder(url: str, state: RunState) -> Path:
     original output folder."""
     assert state.checkpoint is not None
     scheme, _, file = url.partition(":///")
-    own = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
-    folders = [folder / "checkpoints" for folder in (*own, Path(state.config["output"]))]
+    beside_store = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
+    folders = [folder / "checkpoints" for folder in (*beside_store, Path(state.config["output"]))]
     name = Path(state.checkpoint).name
     return next((path for path in folders if (path / name).is_dir()), folders[-1])
 
@@ -195,15 +197,15 @@ def _named(
     assert state.checkpoint is not None
     last, best = folder / Path(state.checkpoint).name, folder / BEST
     if which.isdecimal():
-        found = sorted(path for path in folder.glob(f"{int(which):06d}*") if path.is_dir())
-        if not found:
-            there = sorted({path.name for path in folder.glob("[0-9]*") if path.is_dir()})
+        matching = sorted(path for path in folder.glob(f"{int(which):06d}*") if path.is_dir())
+        if not matching:
+            existing = sorted({path.name for path in folder.glob("[0-9]*") if path.is_dir()})
             raise ConfigError(
                 f"there is no checkpoint after {which} steps in {folder}, only "
-                f"{', '.join(there) or 'none'}; choose one of them (the newest and the best are "
+                f"{', '.join(existing) or 'none'}; choose one of them (the newest and the best are "
                 "kept: keep_checkpoints)"
             )
-        return found[-1], "as asked for"
+        return matching[-1], "as asked for"
     if which == LAST:
         return last, "the last"
     if not scores:
@@ -222,7 +224,7 @@ PROCESSOR = "preprocessor_config.json"  # files of an image-text model's process
 
 
 def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
-    """directory: of the exported model. chosen: None for a checkpoint without its run."""
+    """The card of the model in `directory`. chosen: None for a checkpoint without its run."""
     base = base_name(directory, chosen, policy)
     licence = licence_of(base)
     kind = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
@@ -234,8 +236,10 @@ def card(directory: Path, chosen: Chosen | None, policy: str | None) -> str:
     lines += ["---", f"# {title}", "", "Trained by reinforcement learning with agentrl "
               f"{__version__}."]  # fmt: skip
     lines += ["", "| | |", "|---|---|", f"| base model | {base or 'unknown'} |"]
-    known = licence or ("none: it was made from nothing" if base.startswith(MADE) else UNKNOWN)
-    lines += [f"| licence of the base | {known} |"]
+    licence_text = licence or (
+        "none: it was made from nothing" if base.startswith(MADE) else UNKNOWN
+    )
+    lines += [f"| licence of the base | {licence_text} |"]
     if chosen is not None:
         lines += [*_about(chosen.config, chosen), *_curve(chosen)]
     return "\n".join([*lines, *_loading(directory, kind, base), ""])
@@ -248,8 +252,9 @@ def base_name(directory: Path, chosen: Chosen | None, policy: str | None) -> str
         return str(json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path") or "")
     if chosen is None:
         return ""
-    own = derived.view(chosen.config, policy or derived.trained_policies(chosen.config)[0]).policy
-    return f"{MADE}{own.build}" if own.build else own.model
+    name = policy or derived.trained_policies(chosen.config)[0]
+    settings = derived.view(chosen.config, name).policy
+    return f"{MADE}{settings.build}" if settings.build else settings.model
 
 
 def licence_of(base: str) -> str:
@@ -260,25 +265,25 @@ def licence_of(base: str) -> str:
         from huggingface_hub.errors import HFValidationError
 
         try:
-            found = try_to_load_from_cache(base, "README.md")
+            cached = try_to_load_from_cache(base, "README.md")
         except HFValidationError:
             return ""
-        folder = Path(found).parent if isinstance(found, str) else folder
+        folder = Path(cached).parent if isinstance(cached, str) else folder
     file = folder / "README.md"
-    found = LICENCE.search(file.read_text("utf-8", "replace")) if base and file.is_file() else None
-    return found[1] if found else ""
+    match = LICENCE.search(file.read_text("utf-8", "replace")) if base and file.is_file() else None
+    return match[1] if match else ""
 
 
 def _about(config: RunConfig, chosen: Chosen) -> Iterator[str]:
-    own = config.algorithm
+    algorithm = config.algorithm
     trained = [row for row in chosen.steps if row.committed and row.step < chosen.saved.steps]
     rollouts = sum(row.metrics.get("rollouts", 0.0) for row in trained)
     yield f"| checkpoint | after {chosen.saved.steps} steps of {config.steps}: {chosen.why} |"
     yield f"| training tasks | `{config.tasks.train or 'none'}` |"
     yield f"| held-out tasks | `{config.tasks.heldout or 'none'}` |"
     yield f"| verifier | `{config.verifier.path or 'none'}` |"
-    yield f"| algorithm | `{own.preset}`, learning rate {own.lr:g}, {own.groups} groups of "\
-        f"{own.group_size} |"  # fmt: skip
+    yield f"| algorithm | `{algorithm.preset}`, learning rate {algorithm.lr:g}, "\
+        f"{algorithm.groups} groups of {algorithm.group_size} |"  # fmt: skip
     yield f"| rollouts | {rollouts:.0f} |"
     yield f"| sampling | temperature {config.sampling.temperature:g}, at most "\
         f"{config.sampling.max_tokens or 'the context'} tokens a call |"  # fmt: skip
@@ -298,16 +303,16 @@ def _curve(chosen: Chosen) -> Iterator[str]:
     for row in _thinned(rows, chosen.saved.steps):
         low, high = (row.metrics.get(f"eval/score_{end}") for end in ("low", "high"))
         ends = [score_text(x, share) for x in (low, high) if x is not None]
-        known = " to ".join(ends) if len(ends) > 1 else "unknown"
+        interval = " to ".join(ends) if len(ends) > 1 else "unknown"
         mark = " (this model)" if row.step == chosen.saved.steps else ""
-        yield f"| {row.step}{mark} | {score_text(row.metrics['eval/score'], share)} | {known} |"
+        yield f"| {row.step}{mark} | {score_text(row.metrics['eval/score'], share)} | {interval} |"
 
 
 def _thinned(rows: Sequence[StepRow], steps: int) -> list[StepRow]:
     """Thin out rows to about `ROWS`, with the first, the last and that of this model."""
-    every = -(-len(rows) // ROWS)
+    stride = -(-len(rows) // ROWS)
     last = len(rows) - 1
-    return [row for i, row in enumerate(rows) if i % every == 0 or i == last or row.step == steps]
+    return [row for i, row in enumerate(rows) if i % stride == 0 or i == last or row.step == steps]
 
 
 def _loading(directory: Path, kind: str, base: str) -> Iterator[str]:
@@ -338,8 +343,8 @@ def tool_flags(directory: Path) -> str:
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     parser = settings.get(TOOL_FORMAT, "hermes")
-    known = ":" not in parser
-    return f" --enable-auto-tool-choice --tool-call-parser {parser}" if known else ""
+    built_in = ":" not in parser
+    return f" --enable-auto-tool-choice --tool-call-parser {parser}" if built_in else ""
 
 
 def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
@@ -357,7 +362,6 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
         adapters.merge("merged", partial)
         if inputs := inputs_of(model):
             inputs.save(partial)
-        own = adapter / "tokenizer_config.json"  # a run may have changed its chat template
-        (AutoTokenizer.from_pretrained(adapter) if own.is_file() else tokenizer).save_pretrained(
-            partial
-        )
+        if (adapter / "tokenizer_config.json").is_file():  # a run may have changed its template
+            tokenizer = AutoTokenizer.from_pretrained(adapter)
+        tokenizer.save_pretrained(partial)

@@ -45,7 +45,8 @@ RARE = 0.01  # no model trained with this end of turn gives it so small a probab
 
 
 class Imported(NamedTuple):
-    """end: the token that ends a turn; probability: of that token after a complete answer."""
+    """The result of an import. end: the token that ends a turn; probability: of that token after a
+    complete answer."""
 
     end: str
     probability: float
@@ -143,16 +144,19 @@ def _check_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
     """Raise PolicyError unless the saved tokenizer has the tokens of the file at their ids, keeps
     marks whole, and reads back the texts that it writes."""
     codec = Codec(tokenizer)
-    own = tokenizer.convert_ids_to_tokens(range(len(file.tokens)))
-    for number, (token, made, kind) in enumerate(zip(file.tokens, own, file.kinds, strict=True)):
-        same = kind == BYTE or _spelled(token) == _spelled(made)
-        if kind in (CONTROL, USER_DEFINED) and token.strip() and token == made:
+    converted = tokenizer.convert_ids_to_tokens(range(len(file.tokens)))
+    for number, (token, converted_token, kind) in enumerate(
+        zip(file.tokens, converted, file.kinds, strict=True)
+    ):
+        same = kind == BYTE or _spelled(token) == _spelled(converted_token)
+        if kind in (CONTROL, USER_DEFINED) and token.strip() and token == converted_token:
             same = codec.encode(token) == [number]
         if not same:
-            raise _not_converted(file, f"token {number} is {token!r} there and {made!r} here")
+            what = f"token {number} is {token!r} there and {converted_token!r} here"
+            raise _not_converted(file, what)
     for text in TEXTS:
-        if (found := codec.decode(codec.encode(text))) != text:
-            raise _not_converted(file, f"{text!r} is read back as {found!r}")
+        if (read_back := codec.decode(codec.encode(text))) != text:
+            raise _not_converted(file, f"{text!r} is read back as {read_back!r}")
 
 
 def _spelled(token: str | None) -> str:
@@ -191,13 +195,13 @@ def find(source: str) -> Path:
     path = Path(source)
     if path.is_file():
         return path
-    found = sorted(path.rglob(f"*{SUFFIX}") if path.is_dir() else _of_package(source))
-    if not found:
+    files = sorted(path.rglob(f"*{SUFFIX}") if path.is_dir() else _of_package(source))
+    if not files:
         raise ConfigError(f"{source}: it has no {SUFFIX} file; give one, or what contains one")
-    if len(found) > 1:
-        names = ", ".join(map(str, found[:5]))
-        raise ConfigError(f"{source}: it has {len(found)} {SUFFIX} files; give one of {names}")
-    return found[0]
+    if len(files) > 1:
+        names = ", ".join(map(str, files[:5]))
+        raise ConfigError(f"{source}: it has {len(files)} {SUFFIX} files; give one of {names}")
+    return files[0]
 
 
 def _of_package(name: str) -> Iterator[Path]:
@@ -232,7 +236,7 @@ class GgufFile:
                 "it again"
             ) from None
         self.path, self._fields = path, reader.fields
-        self.shapes = {one.name: [int(n) for n in one.shape] for one in reader.tensors}
+        self.shapes = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
         if int(self.value("split.count", 1)) > 1:
             raise PolicyError(
                 f"{path}: it is one of {self.value('split.count')} parts; join them first, with "
@@ -263,11 +267,11 @@ class GgufFile:
                 "language model; give the file of the model itself"
             )
         rows, head = (self.shapes.get(name, [0])[-1] for name in (EMBEDDING, HEAD))
-        known = self.value(f"{self.architecture}.vocab_size", len(self.tokens))
-        if rows < len(self.tokens) or known != rows or head not in (0, rows):
+        declared = self.value(f"{self.architecture}.vocab_size", len(self.tokens))
+        if rows < len(self.tokens) or declared != rows or head not in (0, rows):
             raise PolicyError(
                 f"{self.path}: its tokenizer has {len(self.tokens)} tokens, its embedding {rows} "
-                f"and its head {head or rows}, and it says {known}: they are not of one model; "
+                f"and its head {head or rows}, and it says {declared}: they are not of one model; "
                 "take another conversion of it"
             )
 
@@ -279,7 +283,8 @@ LINES = rf"{MARKS}[\r\n]*|\s*[\r\n]+|{SPACES}"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 CASED = "|".join(
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]{many}[{LOWER}]{few}" for many, few in ("*+", "+*")
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]{upper_repeat}[{LOWER}]{lower_repeat}"
+    for upper_repeat, lower_repeat in ("*+", "+*")
 )
 GPT2 = rf"{ENDINGS}| ?\p{{L}}+| ?\p{{N}}+|{MARKS}|{SPACES}"
 LLAMA3 = rf"(?i:{ENDINGS})|{WORD}|\p{{N}}{{1,3}}|{LINES}"
@@ -296,7 +301,7 @@ WORDS = {
 }
 # Words of the vocabulary are not split.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-# Names of tokens here, and in the file.
+# Special tokens: name in transformers -> name in the file.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
@@ -305,8 +310,10 @@ def tokenizer_of(file: GgufFile, config: RunConfig) -> tuple[Tokenizer, list[str
     """The tokenizer with its chat template, and warnings. config: its policy settings apply to the
     tokenizer. Raises PolicyError if it cannot be created, or has no valid template."""
     warnings: list[str] = []
-    made = _byte_level(file, warnings) if file.value("tokenizer.ggml.model") == "gpt2" else None
-    tokenizer = made or _read_by_transformers(file)
+    byte_level = (
+        _byte_level(file, warnings) if file.value("tokenizer.ggml.model") == "gpt2" else None
+    )
+    tokenizer = byte_level or _read_by_transformers(file)
     _add_marks(tokenizer, file)
     for role, key in ROLES.items():
         number = file.token(key)
@@ -345,8 +352,8 @@ def ends_of(tokenizer: Tokenizer, file: GgufFile) -> list[int]:
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the chat template writes after an assistant message, if any. Raises
     PolicyError if it cannot render a conversation."""
-    said = uuid4().hex
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
+    marker = uuid4().hex
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": marker}]
     try:
         text: str = tokenizer.apply_chat_template(talk, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -355,7 +362,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
             "question and an answer, with --chat-template"
         ) from None
     added = tokenizer.added_tokens_decoder
-    ids = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
     return next((number for number in ids if number in added and added[number].special), None)
 
 
@@ -374,7 +381,9 @@ def _byte_level(file: GgufFile, warnings: list[str]) -> Tokenizer:
     except Exception as error:  # tokenizers raises no specific class
         reason = one_line(str(error))
         raise PolicyError(f"{file.path}: its tokenizer is damaged: {reason}") from error
-    words = [pre_tokenizers.Split(Regex(one), "isolated") for one in WORDS.get(kind, (GPT2,))]
+    words = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in WORDS.get(kind, (GPT2,))
+    ]
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*words, spelling])
     backend.decoder = decoders.ByteLevel()
@@ -402,11 +411,13 @@ def _read_by_transformers(file: GgufFile) -> Tokenizer:
 
 def _add_marks(tokenizer: Tokenizer, file: GgufFile) -> None:
     """Add tokens that are never split: control tokens, and tags such as <tool_call>."""
-    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     for kind in (CONTROL, USER_DEFINED):
         marks = [
             AddedToken(token, normalized=False, special=kind == CONTROL)
-            for token, own in zip(file.tokens, file.kinds, strict=True)
-            if own == kind and token not in known and not re.fullmatch(r"[\s\u2581\u0120]*", token)
+            for token, token_kind in zip(file.tokens, file.kinds, strict=True)
+            if token_kind == kind
+            and token not in special
+            and not re.fullmatch(r"[\s\u2581\u0120]*", token)
         ]
         tokenizer.add_tokens(marks, special_tokens=kind == CONTROL)

@@ -56,7 +56,7 @@ def settings(model: str) -> dict[str, Any]:
     per_token = seconds_per_token(source, dtype)
     return {
         "model": source,
-        "threads": sampling_threads(sum(each.numel() for each in shape.parameters())),
+        "threads": sampling_threads(sum(parameter.numel() for parameter in shape.parameters())),
         "dtype": dtype, "rank": RANK, "lr": learning_rate(hidden), "context": context,
         "max_tokens": MAX_TOKENS, "concurrency": CONCURRENCY,
         "per_token": per_token, "timeout": timeout(per_token, MAX_TOKENS),

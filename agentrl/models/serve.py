@@ -108,21 +108,21 @@ async def _healthy(request: web.Request) -> web.Response:
 
 def settings_of(served: Served, output: Path) -> RunConfig:
     """The settings of the run with the chosen weights. Raises ConfigError for wrong overrides."""
-    own = served.chosen.config
+    config = served.chosen.config
     # The run plays no rollouts here, so [sampling] is allowed even if it learned from a data set.
-    own = replace(own, data=DataConfig(), live=LiveConfig())
-    data = msgspec.to_builtins(evaluation_run(own, own.name, served.chosen.saved.path))
+    config = replace(config, data=DataConfig(), live=LiveConfig())
+    data = msgspec.to_builtins(evaluation_run(config, config.name, served.chosen.saved.path))
     for override in served.overrides:
         if override.startswith("engine.kind="):  # a table of another kind has other keys
-            data["engine"] = {"max_context": own.engine.max_context}
+            data["engine"] = {"max_context": config.engine.max_context}
     for override in served.overrides:
         apply_override(data, override)
-    data |= {"output": str(output), "store": store_in(output), "root": own.root}
+    data |= {"output": str(output), "store": store_in(output), "root": config.root}
     # Only this process uses the policy server.
     hidden = {"host": "127.0.0.1", "port": 0, "advertise": "", "key_env": ENGINE_KEY}
     data["engine"] |= hidden | {"ssl_certfile": "", "ssl_keyfile": ""}
     os.environ[ENGINE_KEY] = secrets.token_urlsafe(24)
-    return resolve(data, source=f"run {own.name}")
+    return resolve(data, source=f"run {config.name}")
 
 
 async def serve_policies(
@@ -171,10 +171,10 @@ def in_words_of_the_command() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
         for setting, option in OPTIONS.items():
-            said = said.replace(f"{setting} = ", f"{option} ").replace(setting, option)
-        raise ConfigError(said) from None
+            message = message.replace(f"{setting} = ", f"{option} ").replace(setting, option)
+        raise ConfigError(message) from None
 
 
 async def _until(stop: asyncio.Event) -> None:
@@ -188,19 +188,19 @@ def _routes(serving: PolicyServers, key: str) -> dict[str, Route]:
     }
 
 
-def measured(chosen: Chosen, own: Sampling) -> str:
+def measured(chosen: Chosen, sampling: Sampling) -> str:
     """The temperature of the evaluation, and its score."""
     at = chosen.config.eval.temperature
-    given = "whatever they ask for" if own.override_agent else "unless they set one"
-    said = f"temperature of calls: {own.temperature:g}, {given}"
+    condition = "whatever they ask for" if sampling.override_agent else "unless they set one"
+    text = f"temperature of calls: {sampling.temperature:g}, {condition}"
     metrics = next((row.metrics for row in chosen.steps if row.step == chosen.saved.steps), {})
     if (score := metrics.get("eval/score")) is None:
-        return f"{said}. No held-out score was measured of this checkpoint"
+        return f"{text}. No held-out score was measured of this checkpoint"
     bounds = [metrics[key] for key in ("eval/score_low", "eval/score_high") if key in metrics]
     share = chosen.shares
-    said_of = [score_text(x, share) for x in (score, *bounds)]
-    between = f" (95 % interval {' to '.join(said_of[1:])})" if bounds else ""
-    return f"{said}. Held-out score at temperature {at:g}: {said_of[0]}{between}"
+    texts = [score_text(x, share) for x in (score, *bounds)]
+    between = f" (95 % interval {' to '.join(texts[1:])})" if bounds else ""
+    return f"{text}. Held-out score at temperature {at:g}: {texts[0]}{between}"
 
 
 def announcement(

@@ -99,8 +99,8 @@ def as_langsmith(trace: Trace) -> Iterator[Object]:
         }
         extra: Object = {"metadata": {k: v for k, v in metadata.items() if v is not None}}
         if call:
-            given = {"model": call.policy, "temperature": call.sampling.temperature}
-            extra["invocation_params"] = given | ({"tools": call.tools} if call.tools else {})
+            parameters = {"model": call.policy, "temperature": call.sampling.temperature}
+            extra["invocation_params"] = parameters | ({"tools": call.tools} if call.tools else {})
             extra["metadata"]["ls_model_name"] = call.policy
         yield {
             "id": ids[span.id],
@@ -148,7 +148,7 @@ def as_langfuse(trace: Trace) -> Iterator[Object]:
     observed: list[Object] = []
     for span in spans:
         call = calls.get(span.id)
-        given, answered = _values(span, trace, call)
+        span_input, span_output = _values(span, trace, call)
         kind = {"llm": "GENERATION", "internal": "SPAN"}.get(span.kind, span.kind.upper())
         row: Object = {
             "id": span.id,
@@ -161,8 +161,8 @@ def as_langfuse(trace: Trace) -> Iterator[Object]:
             "endTime": _iso(span.end),
             "level": "DEFAULT" if span.ok else "ERROR",
             "statusMessage": _error(span) or None,
-            "input": given,
-            "output": answered,
+            "input": span_input,
+            "output": span_output,
             "metadata": {"langgraph_node": call.role if call else span.attributes.get(AGENT_NAME)},
         }
         if call:
@@ -203,15 +203,15 @@ def as_langfuse(trace: Trace) -> Iterator[Object]:
 
 def as_atif(trace: Trace) -> Iterator[Object]:
     """A trajectory of Harbor: the first conversation, and the others as those of subagents."""
-    found = [
-        _trajectory(trace, role, one, number)
+    trajectories = [
+        _trajectory(trace, role, conversation, number)
         for role in dict.fromkeys(call.role for call in trace.transitions)
-        for number, one in enumerate(
+        for number, conversation in enumerate(
             conversations_of(c for c in trace.transitions if c.role == role)
         )
     ]
-    if found:
-        outer, *inner = found
+    if trajectories:
+        outer, *inner = trajectories
         outer["session_id"] = trace.attempt
         if inner:
             outer["subagent_trajectories"] = inner
@@ -221,9 +221,9 @@ def as_atif(trace: Trace) -> Iterator[Object]:
         yield outer | ({"extra": {"rewards": rewards}} if rewards else {})
 
 
-def _trajectory(trace: Trace, role: str, one: Object, number: int) -> Object:
+def _trajectory(trace: Trace, role: str, conversation: Object, number: int) -> Object:
     steps: list[Object] = []
-    for index, message in enumerate(one["messages"]):
+    for index, message in enumerate(conversation["messages"]):
         text = message.get("content")
         if message["role"] == "tool" and steps:
             result = {
@@ -237,7 +237,7 @@ def _trajectory(trace: Trace, role: str, one: Object, number: int) -> Object:
         if source == "agent":
             if thought := message.get("reasoning_content"):
                 step["reasoning_content"] = thought
-            if index not in one["imitate"]:
+            if index not in conversation["imitate"]:
                 step["llm_call_count"] = 0
             if calls := message.get("tool_calls"):
                 step["tool_calls"] = [
@@ -249,7 +249,11 @@ def _trajectory(trace: Trace, role: str, one: Object, number: int) -> Object:
                     for c in calls
                 ]
         steps.append(step)
-    agent: Object = {"name": role, "version": "unknown", "tool_definitions": one["tools"] or None}
+    agent: Object = {
+        "name": role,
+        "version": "unknown",
+        "tool_definitions": conversation["tools"] or None,
+    }
     id = f"{trace.attempt}-{role}-{number}"
     return {
         "schema_version": "ATIF-v1.8",
@@ -269,10 +273,10 @@ def as_chats(trace: Trace) -> Iterator[Object]:
     """Rows of chats, one for each conversation, with the role and the rewards of the trace."""
     rewards = {row.name: row.value for row in trace.rollout.rewards if row.scope is Scope.ROLLOUT}
     for role in dict.fromkeys(call.role for call in trace.transitions):
-        own = [call for call in trace.transitions if call.role == role]
-        for number, one in enumerate(conversations_of(own)):
+        calls = [call for call in trace.transitions if call.role == role]
+        for number, conversation in enumerate(conversations_of(calls)):
             about: Object = {"id": f"{trace.attempt}-{role}-{number}", "role": role}
-            yield about | one | ({"feedback": rewards} if rewards else {})
+            yield about | conversation | ({"feedback": rewards} if rewards else {})
 
 
 FORMS: dict[str, Callable[[Trace], Iterator[Object]]] = {
@@ -298,13 +302,14 @@ def _values(span: Span, trace: Trace, call: Transition | None) -> tuple[Object, 
         choice = {"index": 0, "message": call.answer, "finish_reason": call.finish or None}
         inputs: Object = {"messages": call.messages}
         return inputs, {"choices": [choice], "model": call.policy}
-    known = span.attributes
+    attributes = span.attributes
     if span.kind == "tool":
-        given = known.get("gen_ai.tool.call.arguments")
-        answered = known.get("gen_ai.tool.call.result")
+        span_input = attributes.get("gen_ai.tool.call.arguments")
+        span_output = attributes.get("gen_ai.tool.call.result")
     else:
-        given, answered = parsed(known.get("input.value")), parsed(known.get("output.value"))
-    return _object(given, "input"), _object(answered, "output")
+        span_input = parsed(attributes.get("input.value"))
+        span_output = parsed(attributes.get("output.value"))
+    return _object(span_input, "input"), _object(span_output, "output")
 
 
 def _object(value: Any, name: str) -> Object:
@@ -335,15 +340,15 @@ def _feedback(trace: Trace, spans: list[Span]) -> Iterator[tuple[Reward, str]]:
 
 
 def _from_root(spans: list[Span]) -> list[Span]:
-    """Spans in an order in which each comes after its parent and the earlier ones beside it."""
+    """Spans in depth-first order: each comes after its parent and its earlier siblings."""
     below: dict[str | None, list[Span]] = {}
     for span in spans:
         below.setdefault(span.parent, []).append(span)
-    found, left = [], [spans[0]]
-    while left:
-        found.append(one := left.pop())
-        left += reversed(below.get(one.id, []))
-    return found
+    ordered, pending = [], [spans[0]]
+    while pending:
+        ordered.append(span := pending.pop())
+        pending += reversed(below.get(span.id, []))
+    return ordered
 
 
 def _iso(time: int) -> str:

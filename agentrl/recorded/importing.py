@@ -92,11 +92,11 @@ async def import_traces(
     done = Imported()
     files_of(source)  # fails before the store is created
     async with open_store(out) as store, holding(store):
-        found = traces_of(source, done.issues, done.rows)
-        made = (one for items in found if (one := _made(items, done.issues)))
-        for batch in _chunks(made, _weight):
+        traces = traces_of(source, done.issues, done.rows)
+        records = (record for items in traces if (record := _converted(items, done.issues)))
+        for batch in _chunks(records, _weight):
             if change:
-                batch = [change(one) for one in batch]
+                batch = [change(record) for record in batch]
             await store.hold_run(RUN, _owner(), lease=LEASE)
             await add_traces(store, batch, done)
     return done
@@ -113,7 +113,7 @@ async def holding(store: Store) -> AsyncIterator[None]:
         await store.hold_run(RUN, _owner(), lease=0.0)
 
 
-def _made(items: Iterable[Node | Note], issues: Issues) -> Recorded | None:
+def _converted(items: Iterable[Node | Note], issues: Issues) -> Recorded | None:
     """Convert a trace to the store's records; None if it has no nodes, or cannot be stored."""
     try:
         items = list(items)
@@ -126,8 +126,8 @@ def _made(items: Iterable[Node | Note], issues: Issues) -> Recorded | None:
         return None
 
 
-def _weight(one: Recorded) -> int:
-    return BATCH_NODES // BATCH + len(one.spans) + len(one.calls)
+def _weight(record: Recorded) -> int:
+    return BATCH_NODES // BATCH + len(record.spans) + len(record.calls)
 
 
 def _names(notes: Iterable[Node | Note]) -> str:
@@ -149,33 +149,41 @@ async def _remove_unfinished(store: Store) -> None:
 async def add_traces(store: Store, batch: Sequence[Recorded], done: Imported) -> None:
     """Write traces. For existing traces only new feedback is added, so redacted traces stay
     redacted."""
-    by_id = {one.rollout.id: one for one in batch}
-    new = await _enqueue(store, [one.rollout for one in by_id.values()])
+    by_id = {record.rollout.id: record for record in batch}
+    new = await _enqueue(store, [record.rollout for record in by_id.values()])
     done.traces, done.known = done.traces + new, done.known + len(batch) - new
     left = dict(by_id)
     if new:
         claimed = await store.claim(new, runner=RUN, lease=LEASE, run=RUN)
-        own = {attempt.id: left.pop(attempt.rollout.id) for attempt in claimed}
-        calls = [replace(call, attempt=id) for id, one in own.items() for call in one.calls]
-        if images := {image.digest: image for one in own.values() for image in one.images}:
+        claimed_records = {attempt.id: left.pop(attempt.rollout.id) for attempt in claimed}
+        calls = [
+            replace(call, attempt=id)
+            for id, record in claimed_records.items()
+            for call in record.calls
+        ]
+        if images := {
+            image.digest: image for record in claimed_records.values() for image in record.images
+        }:
             await store.put_images(RUN, [*images.values()])
-        for some in _chunks(calls, lambda call: 1 + len(call.messages)):
-            await store.add_transitions(some)
+        for chunk in _chunks(calls, lambda call: 1 + len(call.messages)):
+            await store.add_transitions(chunk)
         fences = {attempt.id: attempt.fence for attempt in claimed}
-        await store.finish([_outcome(id, fences[id], one) for id, one in own.items()])
+        await store.finish(
+            [_outcome(id, fences[id], record) for id, record in claimed_records.items()]
+        )
         done.calls += len(calls)
-        done.spans += sum(len(one.spans) for one in own.values())
-        done.rewards += sum(len(one.rewards) for one in own.values())
+        done.spans += sum(len(record.spans) for record in claimed_records.values())
+        done.rewards += sum(len(record.rewards) for record in claimed_records.values())
     # Feedback is added separately: only rewards that come with an outcome would replace those of an
     # earlier import.
     stored = {id: set[tuple[Any, ...]]() for id in by_id}
-    for id in (id for id, one in left.items() if one.rewards):
-        if known := await store.trace(id, limit=1):
-            stored[id] = {_reward_key(row) for row in known.rollout.rewards}
+    for id in (id for id, record in left.items() if record.rewards):
+        if trace := await store.trace(id, limit=1):
+            stored[id] = {_reward_key(row) for row in trace.rollout.rewards}
     rewards = [
         StepReward(rollout=id, reward=row)
-        for id, one in by_id.items()
-        for row in one.rewards
+        for id, record in by_id.items()
+        for row in record.rewards
         if _reward_key(row) not in stored[id]
     ]
     for begin in range(0, len(rewards), BATCH_NODES):
@@ -197,9 +205,9 @@ def _reward_key(row: Reward) -> tuple[Any, ...]:
 def _chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Consecutive traces in chunks of about BATCH_NODES nodes, for bounded memory."""
     chunk, total = list[Item](), 0
-    for one in items:
-        chunk.append(one)
-        total += size(one)
+    for item in items:
+        chunk.append(item)
+        total += size(item)
         if total >= BATCH_NODES:
             yield chunk
             chunk, total = [], 0
@@ -207,41 +215,43 @@ def _chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield chunk
 
 
-def _outcome(attempt: str, fence: int, one: Recorded) -> Outcome:
-    spans = [replace(span, attempt=attempt) for span in one.spans]
+def _outcome(attempt: str, fence: int, record: Recorded) -> Outcome:
+    spans = [replace(span, attempt=attempt) for span in record.spans]
     return Outcome(
-        attempt=attempt, fence=fence, result=one.result, spans=spans, failure=one.failure
+        attempt=attempt, fence=fence, result=record.result, spans=spans, failure=record.failure
     )
 
 
 def recorded_of(tree: Tree, issues: Issues) -> Recorded:
     """A tree as records of the store."""
     root, where = tree.root, tree.root.trace[:40]
-    asked = shortened(storable(plain(first_input(tree))), issues, where)
+    task_input = shortened(storable(plain(first_input(tree))), issues, where)
     content = _content_digest(tree)
     id = _digest([content, root.start // 10**6])
     images: list[Image] = []
-    kept, calls, seen = {node.id for node in tree.calls}, list[Transition](), dict[str, str]()
+    call_ids = {node.id for node in tree.calls}
+    calls: list[Transition] = []
+    transition_ids: dict[str, str] = {}  # node -> transition
     clean = _cleaner(images, issues, where)
     for node in tree.nodes:
-        if node.id in kept:
-            seen[node.id] = f"{id}-{len(calls)}"
-            calls.append(_call(node, seen[node.id], len(calls), clean))
+        if node.id in call_ids:
+            transition_ids[node.id] = f"{id}-{len(calls)}"
+            calls.append(_call(node, transition_ids[node.id], len(calls), clean))
         elif node.call:
             issues.add(
                 "a model call has no messages or no answer, and is a span only",
                 f"{node.name[:60]} of {where}",
             )
     spans = [_span(node, issues) for node in tree.nodes]
-    rewards = [*_rewards(tree, spans, seen, issues)]
+    rewards = [*_rewards(tree, spans, transition_ids, issues)]
     task: Object = {
-        "input": asked,
+        "input": task_input,
         "recorded": {"trace": root.trace[:200], "started": root.start / 1e9, "content": content},
     }
     rollout = NewRollout(
         id=id,
         run=RUN,
-        group=group_of(asked),
+        group=group_of(task_input),
         index=int(id[:6], 16),
         task=task,
     )
@@ -277,8 +287,8 @@ def plain(value: Any) -> Any:
             ("Message", "MessageChunk")
         ):
             return messages.message_of(value)
-        return {str(key): plain(one) for key, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list) else value
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def group_of(value: Any) -> str:
@@ -294,16 +304,17 @@ def normalised(value: Any) -> str:
 
 
 def _content_digest(tree: Tree) -> str:
-    found, known = sha256(), dict[int, str]()  # caches digests of messages, which many calls share
+    hasher = sha256()
+    message_digests: dict[int, str] = {}  # a cache, because many calls share messages
 
     def digest(message: Object) -> str:
-        if id(message) not in known:
-            known[id(message)] = _digest(message)
-        return known[id(message)]
+        if id(message) not in message_digests:
+            message_digests[id(message)] = _digest(message)
+        return message_digests[id(message)]
 
     for node in tree.nodes:
-        found.update(_encoded(_content(node, digest)))
-    return found.hexdigest()[:32]
+        hasher.update(_encoded(_content(node, digest)))
+    return hasher.hexdigest()[:32]
 
 
 def _content(node: Node, digest: Callable[[Object], str]) -> Any:
@@ -339,13 +350,14 @@ Clean = Callable[[Object], Object]
 
 def _cleaner(images: list[Image], issues: Issues, where: str) -> Clean:
     """A function that makes messages storable, once for all calls that share one."""
-    known: dict[int, tuple[Object, Object]] = {}
+    cache: dict[int, tuple[Object, Object]] = {}
 
     def clean(message: Object) -> Object:
-        if id(message) not in known:
-            made = shortened(storable(_with_digests(message, images, issues)), issues, where)
-            known[id(message)] = message, made  # the cache keeps it alive, so its id stays unique
-        return known[id(message)][1]
+        if id(message) not in cache:
+            cleaned = shortened(storable(_with_digests(message, images, issues)), issues, where)
+            # The cache keeps the message alive, so its id stays unique.
+            cache[id(message)] = message, cleaned
+        return cache[id(message)][1]
 
     return clean
 
@@ -353,14 +365,18 @@ def _cleaner(images: list[Image], issues: Issues, where: str) -> Clean:
 def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
     call = node.call
     assert call is not None
-    given, most = call.sampling, call.sampling.get("max_tokens")
+    options, max_tokens = call.sampling, call.sampling.get("max_tokens")
     sampling = Sampling(
-        temperature=float(given.get("temperature", 1.0)),
-        top_p=float(given.get("top_p", 1.0)),
-        max_tokens=int(most) if most and 0 < most < MAX_TOKEN_COUNT else None,
+        temperature=float(options.get("temperature", 1.0)),
+        top_p=float(options.get("top_p", 1.0)),
+        max_tokens=int(max_tokens) if max_tokens and 0 < max_tokens < MAX_TOKEN_COUNT else None,
     )
     cleaned = [(message, clean(message)) for message in call.messages]
-    seen = [made for message, made in cleaned if not message.get("content") or _says(made)]
+    seen = [
+        clean_message
+        for message, clean_message in cleaned
+        if not message.get("content") or _says(clean_message)
+    ]
     return Transition(
         id=id,
         attempt="",
@@ -384,8 +400,8 @@ def _call(node: Node, id: str, index: int, clean: Clean) -> Transition:
 
 
 def _with_digests(message: Object, images: list[Image], issues: Issues) -> Object:
-    """A message with its images' digests in the place of data URLs, and without what is neither
-    text nor an image, such as the search of a server's own tool."""
+    """A message with digests of its images in place of data URLs, and without parts that are
+    neither text nor an image, such as a search by a tool of the server."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -416,7 +432,7 @@ def _with_digests(message: Object, images: list[Image], issues: Issues) -> Objec
 
 
 def _says(message: Object) -> bool:
-    """Whether anything of a message is left."""
+    """Whether a message has any content left."""
     return any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 
@@ -444,7 +460,7 @@ def _span(node: Node, issues: Issues) -> Span:
         about["gen_ai.response.model"] = node.call.model
     elif node.kind != "llm":
         about |= {"input.value": plain(node.input), "output.value": plain(node.output)}
-    known = {key: value for key, value in about.items() if value not in (None, "")}
+    attributes = {key: value for key, value in about.items() if value not in (None, "")}
     start, end = (min(max(0, time), LATEST) for time in (node.start, max(node.start, node.end)))
     return Span(
         id=span_id(node.id),
@@ -455,7 +471,7 @@ def _span(node: Node, issues: Issues) -> Span:
         start=start,
         end=end,
         ok=not node.error,
-        attributes=shortened(storable(known), issues, node.trace[:40]),
+        attributes=shortened(storable(attributes), issues, node.trace[:40]),
     )
 
 

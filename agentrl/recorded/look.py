@@ -58,39 +58,39 @@ class Look:
 
 
 async def look_at(store: Store, where: Where | None) -> Look:
-    """Count all that a store of traces has. where: which traces are good; None: the usual."""
-    found = Look()
+    """Summarise a store of traces. where: which traces are good; None: the default condition."""
+    look = Look()
     contents: Counter[str] = Counter()
     groups: set[str] = set()
     async for trace in traces(store):
-        _count(found, trace)
+        _count(look, trace)
         contents[str(obj(obj(trace.rollout.task).get("recorded")).get("content"))] += 1
         groups.add(trace.rollout.group)
-    found.tasks, found.duplicates = len(groups), sum(contents.values()) - len(contents)
+    look.tasks, look.duplicates = len(groups), sum(contents.values()) - len(contents)
     try:
         where = where or await usual_where(store)
-        found.where, found.training = str(where), await training_of(store, where)
+        look.where, look.training = str(where), await training_of(store, where)
     except ConfigError as error:
-        found.why_not = str(error)
-    return found
+        look.why_not = str(error)
+    return look
 
 
-def _count(found: Look, trace: Trace) -> None:
+def _count(look: Look, trace: Trace) -> None:
     row, at = trace.rollout, started(trace.rollout)
-    found.traces += 1
-    found.failed += row.failure is not None
+    look.traces += 1
+    look.failed += row.failure is not None
     if at:
-        found.first, found.last = min(found.first or at, at), max(found.last, at)
+        look.first, look.last = min(look.first or at, at), max(look.last, at)
     for reward in row.rewards:
         name = (
             reward.name
             if reward.scope is Scope.ROLLOUT
             else f"{reward.name} ({reward.scope.value})"
         )
-        found.feedback.setdefault(name, []).append(reward.value)
+        look.feedback.setdefault(name, []).append(reward.value)
     by_id = {span.id: span for span in trace.spans}
     for call in trace.transitions:
-        role = found.roles.setdefault(call.role, RoleLook())
+        role = look.roles.setdefault(call.role, RoleLook())
         role.calls += 1
         role.models[call.policy] += 1
         role.prompts.append(sum(len(str(m.get("content") or "")) for m in call.messages))
@@ -100,23 +100,23 @@ def _count(found: Look, trace: Trace) -> None:
         role.failed += bool(span and not span.ok)
         role.tokens += number(span.attributes.get("gen_ai.usage.output_tokens")) or 0 if span else 0
     for span in trace.spans:
-        found.cost += number(span.attributes.get("gen_ai.usage.cost")) or 0
+        look.cost += number(span.attributes.get("gen_ai.usage.cost")) or 0
         if span.kind == "tool":
             name = str(span.attributes.get(TOOL_NAME) or span.name)
-            tool = found.tools.setdefault(name, ToolLook())
+            tool = look.tools.setdefault(name, ToolLook())
             tool.calls += 1
             tool.failed += not span.ok
 
 
-def lines_of(found: Look) -> Iterator[str]:
+def lines_of(look: Look) -> Iterator[str]:
     """The summary for the console."""
-    when = f", {_day(found.first)} to {_day(found.last)}" if found.first else ", without times"
-    cost = f", which cost {found.cost:.2f}" if found.cost else ""
+    when = f", {_day(look.first)} to {_day(look.last)}" if look.first else ", without times"
+    cost = f", which cost {look.cost:.2f}" if look.cost else ""
     yield (
-        f"{found.traces} traces of {found.tasks} tasks{when}{cost}; {found.failed} failed,"
-        f" {found.duplicates} have the content of another one"
+        f"{look.traces} traces of {look.tasks} tasks{when}{cost}; {look.failed} failed,"
+        f" {look.duplicates} have the content of another one"
     )
-    for name, role in sorted(found.roles.items(), key=lambda pair: -pair[1].calls):
+    for name, role in sorted(look.roles.items(), key=lambda pair: -pair[1].calls):
         models = ", ".join(model for model, _ in role.models.most_common(3))
         tokens = f", {role.tokens / role.calls:.0f} tokens each" if role.tokens else ""
         yield (
@@ -125,25 +125,25 @@ def lines_of(found: Look) -> Iterator[str]:
             f"{tokens};"
             f" {role.tool_calls} calls of tools, {role.failed} failed"
         )
-    for name, tool in sorted(found.tools.items(), key=lambda pair: -pair[1].calls):
+    for name, tool in sorted(look.tools.items(), key=lambda pair: -pair[1].calls):
         yield f"  tool {name}: {tool.calls} calls, {tool.failed} failed"
-    for name, values in sorted(found.feedback.items()):
+    for name, values in sorted(look.feedback.items()):
         mean, ends = sum(values) / len(values), f"{min(values):g} to {max(values):g}"
         yield f"  feedback {name}: {len(values)} times, mean {mean:.3g}, {ends}"
-    if found.why_not:
-        yield f"Nothing would be trained: {found.why_not}"
+    if look.why_not:
+        yield f"Nothing would be trained: {look.why_not}"
         return
-    made = found.training
-    roles = Counter(str(row["role"]) for row in made.demonstrations)
+    training = look.training
+    roles = Counter(str(row["role"]) for row in training.demonstrations)
     by_role = ", ".join(f"{count} of {role}" for role, count in roles.most_common()) or "none"
-    why = Counter(str(row["why"]) for row in made.pairs)
+    why = Counter(str(row["why"]) for row in training.pairs)
     pairs = f" ({', '.join(f'{n} by {name}' for name, n in why.items())})" if why else ""
     yield (
-        f"Where {found.where}: {len(made.demonstrations)} demonstrations ({by_role}),"
-        f" {len(made.pairs)} pairs{pairs}, {len(made.tasks)} tasks and {len(made.heldout)} held"
-        f" out, {len(made.tools)} different answers of tools"
+        f"Where {look.where}: {len(training.demonstrations)} demonstrations ({by_role}),"
+        f" {len(training.pairs)} pairs{pairs}, {len(training.tasks)} tasks and"
+        f" {len(training.heldout)} held out, {len(training.tools)} different answers of tools"
     )
-    for reason, count in made.left_out.most_common():
+    for reason, count in training.left_out.most_common():
         yield f"  left out: {count} {reason}"
 
 
@@ -151,17 +151,17 @@ def _day(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d")
 
 
-def as_json(found: Look) -> dict[str, Any]:
+def as_json(look: Look) -> dict[str, Any]:
     """The summary as JSON."""
-    made = found.training
+    training = look.training
     return {
-        "traces": found.traces,
-        "tasks": found.tasks,
-        "failed": found.failed,
-        "duplicates": found.duplicates,
-        "first": found.first,
-        "last": found.last,
-        "cost": found.cost,
+        "traces": look.traces,
+        "tasks": look.tasks,
+        "failed": look.failed,
+        "duplicates": look.duplicates,
+        "first": look.first,
+        "last": look.last,
+        "cost": look.cost,
         "roles": {
             name: {
                 "calls": role.calls,
@@ -171,18 +171,18 @@ def as_json(found: Look) -> dict[str, Any]:
                 "prompt_characters": median(role.prompts),
                 "answer_characters": median(role.answers),
             }
-            for name, role in found.roles.items()
+            for name, role in look.roles.items()
         },
-        "tools": {name: asdict(tool) for name, tool in found.tools.items()},
+        "tools": {name: asdict(tool) for name, tool in look.tools.items()},
         "feedback": {
-            name: {"times": len(v), "mean": sum(v) / len(v)} for name, v in found.feedback.items()
+            name: {"times": len(v), "mean": sum(v) / len(v)} for name, v in look.feedback.items()
         },
-        "where": found.where,
-        "why_not": found.why_not,
-        "demonstrations": dict(Counter(str(row["role"]) for row in made.demonstrations)),
-        "pairs": len(made.pairs),
-        "train": len(made.tasks),
-        "heldout": len(made.heldout),
-        "tool_answers": len(made.tools),
-        "left_out": dict(made.left_out),
+        "where": look.where,
+        "why_not": look.why_not,
+        "demonstrations": dict(Counter(str(row["role"]) for row in training.demonstrations)),
+        "pairs": len(training.pairs),
+        "train": len(training.tasks),
+        "heldout": len(training.heldout),
+        "tool_answers": len(training.tools),
+        "left_out": dict(training.left_out),
     }

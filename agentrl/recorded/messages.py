@@ -46,44 +46,44 @@ CONTENTS = ("content", "parts", "value", "text")  # fields with the content of a
 MESSAGE_FIELDS = (*CONTENTS, "role", "tool_calls", "function_call", "tool_call_id", *THOUGHTS)
 
 
-def messages_of(given: Any) -> list[Object]:
+def messages_of(value: Any) -> list[Object]:
     """The messages of a list, a text, or an object that has them. Tool calls without ids, and their
     results, get ids."""
-    found: list[Object] = []
-    for message in _messages(given):
-        add(found, message)
-    for message in found:
+    messages: list[Object] = []
+    for message in _messages(value):
+        add(messages, message)
+    for message in messages:
         message.pop("item", None)
-    _give_ids(found)
-    return found
+    _give_ids(messages)
+    return messages
 
 
-def _messages(given: Any) -> Iterator[Object]:
-    text, given = given, parsed(given)
-    if isinstance(given, dict):
-        inner = first(given, "messages", "input", "contents")
-        if inner is not None and not ("role" in given or "type" in given):
-            yield from system_of(given)
+def _messages(value: Any) -> Iterator[Object]:
+    text, value = value, parsed(value)
+    if isinstance(value, dict):
+        inner = first(value, "messages", "input", "contents")
+        if inner is not None and not ("role" in value or "type" in value):
+            yield from system_of(value)
             yield from _messages(inner)
             return
-        given = [given]
-    if isinstance(text, str) and not all(map(_is_message, rows(given))):
-        given = text
-    if isinstance(given, str):
-        if given:
-            yield {"role": "user", "content": given}
+        value = [value]
+    if isinstance(text, str) and not all(map(_is_message, rows(value))):
+        value = text
+    if isinstance(value, str):
+        if value:
+            yield {"role": "user", "content": value}
         return
-    for one in rows(given):
-        one = parsed(one)
-        if isinstance(one, list) and one and isinstance(one[0], str):  # ("user", "text")
-            one = {"role": one[0], "content": one[1] if len(one) > 1 else ""}
-        yield from _messages(one) if isinstance(one, list) else expanded(one)
+    for entry in rows(value):
+        entry = parsed(entry)
+        if isinstance(entry, list) and entry and isinstance(entry[0], str):  # ("user", "text")
+            entry = {"role": entry[0], "content": entry[1] if len(entry) > 1 else ""}
+        yield from _messages(entry) if isinstance(entry, list) else expanded(entry)
 
 
-def system_of(given: Object) -> list[Object]:
+def system_of(request: Object) -> list[Object]:
     """The system message in the fields of a request, if there is one."""
     fields = ("system", "instructions", "system_instruction", "systemInstruction")
-    system = first(given, *fields) or first(obj(given.get("config")), *fields)
+    system = first(request, *fields) or first(obj(request.get("config")), *fields)
     return [message_of({"role": "system", **_content_field(system)})] if system else []
 
 
@@ -105,22 +105,25 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def add(found: list[Object], message: Object) -> None:
+def add(messages: list[Object], message: Object) -> None:
     """Append a message. Neighbouring items of one answer become one message."""
-    last = found[-1] if found else {}
+    last = messages[-1] if messages else {}
     if last.get("role") == "assistant" == message["role"] and message.get("item", last.get("item")):
         merge(last, message)
     else:
-        found.append(message)
+        messages.append(message)
 
 
 def merge(last: Object, message: Object) -> None:
     """Add a later part of an answer to its message: texts are joined, tool calls appended."""
-    both = [one for one in (last.get("content"), message.get("content")) if one]
-    if all(isinstance(one, str) for one in both):
+    both = [content for content in (last.get("content"), message.get("content")) if content]
+    if all(isinstance(content, str) for content in both):
         last["content"] = "".join(both) if both else None
     else:
-        texts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in both)
+        texts = (
+            [{"type": "text", "text": content}] if isinstance(content, str) else content
+            for content in both
+        )
         last["content"] = [part for parts in texts for part in parts]
     if thought := text_of(last.get("reasoning_content")) + text_of(
         message.get("reasoning_content")
@@ -130,30 +133,30 @@ def merge(last: Object, message: Object) -> None:
         last["tool_calls"] = calls
 
 
-def _give_ids(found: list[Object]) -> None:
-    """Give ids to tool calls that have none, and to the results that follow: of a result's tool, or
-    in their order."""
+def _give_ids(messages: list[Object]) -> None:
+    """Give ids to tool calls that have none, and to the results that follow: each gets the id of a
+    call of its tool, or else of the next call."""
     waiting: list[Object] = []
-    for place, message in enumerate(found):
+    for place, message in enumerate(messages):
         if calls := message.get("tool_calls"):
             for number, call in enumerate(calls):
                 call["id"] = call["id"] or f"call_{place}_{number}"
             waiting = [*calls]
         elif message["role"] == "tool" and waiting:
             id, name = message.get("tool_call_id"), message.get("name")
-            own = [call for call in waiting if call["id"] == id]
+            matching = [call for call in waiting if call["id"] == id]
             if not id:
-                own = [call for call in waiting if call["function"]["name"] == name] or waiting
-                message["tool_call_id"] = own[0]["id"]
-            if own:
-                waiting.remove(own[0])
+                matching = [call for call in waiting if call["function"]["name"] == name] or waiting
+                message["tool_call_id"] = matching[0]["id"]
+            if matching:
+                waiting.remove(matching[0])
 
 
-def expanded(given: Any) -> list[Object]:
+def expanded(value: Any) -> list[Object]:
     """The messages of one entry: each tool result in a user message becomes a separate message."""
-    entry = obj(given)
+    entry = obj(value)
     if not entry:
-        return [{"role": "user", "content": given}] if isinstance(given, str) and given else []
+        return [{"role": "user", "content": value}] if isinstance(value, str) and value else []
     parts = first(entry, "content", "parts")
     if "role" not in entry and _is_item(entry.get("type")):
         return [_item(entry)]
@@ -161,11 +164,11 @@ def expanded(given: Any) -> list[Object]:
     if not results:
         item = entry.get("type") == "message" or entry.get("role") == "thinking"
         return [message_of(entry) | ({"item": True} if item else {})]
-    rest = [part for part in parts if part not in results] if isinstance(parts, list) else []
-    found = [_result(part) for part in results]
-    if rest:
-        found.append(message_of({**entry, "content": rest, "parts": None}))
-    return found
+    other_parts = [part for part in parts if part not in results] if isinstance(parts, list) else []
+    messages = [_result(part) for part in results]
+    if other_parts:
+        messages.append(message_of({**entry, "content": other_parts, "parts": None}))
+    return messages
 
 
 # Items of the Responses API, besides those that end in `_call` and `_call_output`.
@@ -195,7 +198,7 @@ def _result(part: Object) -> Object:
 
 
 def _item(item: Object) -> Object:
-    """An item of the Responses API. What a server's own tool has done is kept as a part."""
+    """An item of the Responses API. Calls of tools that the server runs are kept as parts."""
     kind = item["type"]
     message: Object = {"role": "assistant", "content": None, "item": True}
     if kind == "reasoning":
@@ -216,93 +219,97 @@ def _item(item: Object) -> Object:
     return message | {"tool_calls": [call]}
 
 
-def message_of(given: Any, role: str = "") -> Object:
+def message_of(value: Any, role: str = "") -> Object:
     """One message. role: used if the message has none."""
-    given = parsed(given)
-    if not isinstance(given, dict):
-        return {"role": role or "user", "content": text_of(given)}
-    if given.get("type") == "constructor" or "lc" in given:
-        kind = str((given.get("id") or [""])[-1]).removesuffix("Chunk").removesuffix("Message")
-        inner = obj(given.get("kwargs"))
+    value = parsed(value)
+    if not isinstance(value, dict):
+        return {"role": role or "user", "content": text_of(value)}
+    if value.get("type") == "constructor" or "lc" in value:
+        kind = str((value.get("id") or [""])[-1]).removesuffix("Chunk").removesuffix("Message")
+        inner = obj(value.get("kwargs"))
         return message_of({"type": kind.lower() or role} | inner, role)
-    if "data" in given and "type" in given and isinstance(given["data"], dict):
-        return message_of({**given["data"], "type": given["type"]}, role)
-    if isinstance(given.get("message"), dict) and "role" not in given:
-        return message_of(given["message"], role)
-    if not any(name in given for name in MESSAGE_FIELDS):  # data, such as {"question": "..."}
-        return {"role": role or "user", "content": json_text(given)}
-    named = str(first(given, "role", "type") or role or "user")
+    if "data" in value and "type" in value and isinstance(value["data"], dict):
+        return message_of({**value["data"], "type": value["type"]}, role)
+    if isinstance(value.get("message"), dict) and "role" not in value:
+        return message_of(value["message"], role)
+    if not any(name in value for name in MESSAGE_FIELDS):  # data, such as {"question": "..."}
+        return {"role": role or "user", "content": json_text(value)}
+    named = str(first(value, "role", "type") or role or "user")
     if named == "message":
         named = role or "assistant"
-    own = ROLES.get(named, named)
-    if own not in KNOWN and named != role:
-        own = role or (own if "role" in given else "user")  # such as {"type": "text", ...}
-    if own == "user" and given.get("tool_call_id"):  # OpenInference, of Anthropic's results
-        own = "tool"
-    message: Object = {"role": own}
-    content = first(given, *CONTENTS)
-    kept, thought, parts = _content(content)
-    extra = obj(given.get("additional_kwargs"))
+    message_role = ROLES.get(named, named)
+    if message_role not in KNOWN and named != role:
+        message_role = role or (
+            message_role if "role" in value else "user"
+        )  # such as {"type": "text", ...}
+    if message_role == "user" and value.get(
+        "tool_call_id"
+    ):  # OpenInference, of Anthropic's results
+        message_role = "tool"
+    message: Object = {"role": message_role}
+    content = first(value, *CONTENTS)
+    body, thought, parts = _content(content)
+    extra = obj(value.get("additional_kwargs"))
     thought = (
         thought
-        or thought_of(first(given, "reasoning_content", "reasoning", "thinking"))
-        or thought_of(given.get("reasoning_details"))
+        or thought_of(first(value, "reasoning_content", "reasoning", "thinking"))
+        or thought_of(value.get("reasoning_details"))
         or thought_of(first(extra, "reasoning_content", "reasoning"))
     )
     if named == "thinking":
-        kept, thought = "", thought or text_of(content)
+        body, thought = "", thought or text_of(content)
     if named == "function_call" and (called := _sharegpt_calls(content)):
-        kept, parts = "", called
+        body, parts = "", called
     if thought:
         message["reasoning_content"] = thought
-    if "weight" in given:
-        message["weight"] = given["weight"]
-    message["content"] = kept
-    calls = [_call(one) for one in rows(given.get("tool_calls")) or rows(extra.get("tool_calls"))]
-    known = {call["id"] for call in calls}
-    invalid = map(_call, rows(given.get("invalid_tool_calls")))
-    calls += [call for call in invalid if call["id"] not in known]
+    if "weight" in value:
+        message["weight"] = value["weight"]
+    message["content"] = body
+    calls = [_call(call) for call in rows(value.get("tool_calls")) or rows(extra.get("tool_calls"))]
+    known_ids = {call["id"] for call in calls}
+    invalid = map(_call, rows(value.get("invalid_tool_calls")))
+    calls += [call for call in invalid if call["id"] not in known_ids]
     # Some formats have each call twice, as a part, which has no arguments if it was streamed, and
     # in a field.
-    known = {"", *(call["id"] for call in calls)} if calls else set()
-    calls += [call for call in parts if call["id"] not in known]
-    alone = given.get("function_call") or extra.get("function_call")
-    if isinstance(alone, dict) and not calls:
-        calls.append(tool_call("", alone.get("name"), alone.get("arguments")))
-    if calls and own == "assistant":
+    known_ids = {"", *(call["id"] for call in calls)} if calls else set()
+    calls += [call for call in parts if call["id"] not in known_ids]
+    function_call = value.get("function_call") or extra.get("function_call")
+    if isinstance(function_call, dict) and not calls:
+        calls.append(tool_call("", function_call.get("name"), function_call.get("arguments")))
+    if calls and message_role == "assistant":
         message["tool_calls"] = calls
-        message["content"] = kept or None
-    if own == "tool":
-        message["tool_call_id"] = str(first(given, "tool_call_id", "tool_use_id", "id") or "")
+        message["content"] = body or None
+    if message_role == "tool":
+        message["tool_call_id"] = str(first(value, "tool_call_id", "tool_use_id", "id") or "")
         message["content"] = tool_content(content)
-        if isinstance(name := given.get("name"), str) and name:
+        if isinstance(name := value.get("name"), str) and name:
             message["name"] = name
     return message
 
 
 def _sharegpt_calls(content: Any) -> list[Object]:
     """The calls of a message from `function_call`: JSON of one or several."""
-    given = parsed(content)
-    calls = [obj(one) for one in (given if isinstance(given, list) else [given])]
+    value = parsed(content)
+    calls = [obj(call) for call in (value if isinstance(value, list) else [value])]
     named = all(call.get("name") for call in calls)
     return [tool_call("", call["name"], call.get("arguments")) for call in calls] if named else []
 
 
-def thought_of(given: Any) -> str:
+def thought_of(value: Any) -> str:
     """The text of reasoning, in any of its forms."""
-    if isinstance(given, list):
-        return "".join(map(thought_of, given))
-    if not isinstance(given, dict):
-        return text_of(given)
-    lists = [given[key] for key in ("summary", "content") if isinstance(given.get(key), list)]
-    return thought_of(lists) or thought_of(first(given, *THOUGHTS, "content", "text", "summary"))
+    if isinstance(value, list):
+        return "".join(map(thought_of, value))
+    if not isinstance(value, dict):
+        return text_of(value)
+    lists = [value[key] for key in ("summary", "content") if isinstance(value.get(key), list)]
+    return thought_of(lists) or thought_of(first(value, *THOUGHTS, "content", "text", "summary"))
 
 
 def _content(content: Any) -> tuple[Any, str, list[Object]]:
     """The text of a message (or its parts, if not all are text), its reasoning, its tool calls."""
     if not isinstance(content, list):
         return ("" if content is None else text_of(content)), "", []
-    kept: list[Any] = []
+    shown: list[Any] = []
     thought, calls = "", list[Object]()
     for part in content:
         part = {"type": "text", "text": part} if isinstance(part, str) else obj(part)
@@ -312,16 +319,16 @@ def _content(content: Any) -> tuple[Any, str, list[Object]]:
         if kind in THOUGHTS or part.get("thought") is True or "reasoningContent" in part:
             thought += thought_of(part)
         elif kind in TEXTS:
-            kept.append(
+            shown.append(
                 {"type": "text", "text": text_of(first(part, "text", "content", "refusal"))}
             )
         elif called.get("name") or called.get("toolName"):
             calls.append(_call(called))
         elif kind not in ("redacted_thinking", *CALLS):
-            kept.append(image_of(part))
-    if all(part.get("type") == "text" for part in kept):
-        return "".join(part["text"] for part in kept), thought, calls
-    return kept, thought, calls
+            shown.append(image_of(part))
+    if all(part.get("type") == "text" for part in shown):
+        return "".join(part["text"] for part in shown), thought, calls
+    return shown, thought, calls
 
 
 def image_of(part: Object) -> Object:
@@ -331,8 +338,8 @@ def image_of(part: Object) -> Object:
     is_image = part.get("type") in ("image", "input_image") or part.get("modality") == "image"
     if not is_image and not str(mime).startswith("image/"):
         return part
-    found = first(inner, "data", "base64", "content", "image_url", "image", "url", "uri")
-    url = obj(found).get("url") or found
+    link = first(inner, "data", "base64", "content", "image_url", "image", "url", "uri")
+    url = obj(link).get("url") or link
     if not isinstance(url, str) or not url:
         return part
     if not url.startswith(("data:", "http:", "https:")):
@@ -357,19 +364,19 @@ def _is_shown(part: Any) -> bool:
 
 
 def content_text(content: Any) -> str:
-    """The result of a tool as text, with `[image]` in the place of images."""
-    found = tool_content(content)
-    if isinstance(found, str):
-        return found
-    return "".join(part["text"] if part.get("type") == "text" else "[image]" for part in found)
+    """The result of a tool as text, with `[image]` in place of images."""
+    converted = tool_content(content)
+    if isinstance(converted, str):
+        return converted
+    return "".join(part["text"] if part.get("type") == "text" else "[image]" for part in converted)
 
 
 def result_text(output: Any) -> str:
-    """What a tool has returned as text; a text that is no message in JSON stays as it is."""
-    given = parsed(output)
-    if isinstance(output, str) and not (isinstance(given, dict) and _is_result_message(given)):
+    """The output of a tool as text; a text that is not a message in JSON stays unchanged."""
+    decoded = parsed(output)
+    if isinstance(output, str) and not (isinstance(decoded, dict) and _is_result_message(decoded)):
         return output
-    return content_text(given)
+    return content_text(decoded)
 
 
 def _is_result_message(value: Object) -> bool:
@@ -382,14 +389,14 @@ def langchain_fields(message: Object) -> Object:
 
 
 def has_failed(output: Any) -> bool:
-    """Whether what a tool has returned is a message of LangChain that says that it failed."""
+    """Whether the output of a tool is a message of LangChain with the status "error"."""
     message = obj(output)
     message = langchain_fields(obj(message.get("output")) or message)
     return "tool_call_id" in message and message.get("status") == "error"
 
 
-def _call(given: Any) -> Object:
-    call = obj(given)
+def _call(value: Any) -> Object:
+    call = obj(value)
     call = obj(call.get("tool_call")) or call
     function = obj(call.get("function")) or call
     streamed = function.get("partial_json") if not function.get("input") else None
@@ -410,23 +417,23 @@ def tool_call(id: Any, name: Any, arguments: Any) -> Object:
     }
 
 
-def tools_of(given: Any) -> list[Object]:
+def tools_of(value: Any) -> list[Object]:
     """Tools in the format of chat completions."""
-    if isinstance(given := parsed(given), dict):
-        if isinstance(given.get("name"), str) or isinstance(given.get("function"), dict):
-            given = [given]
-        elif "function_tools" in given:  # Pydantic AI
-            given = [*rows(given["function_tools"]), *rows(given.get("output_tools"))]
+    if isinstance(value := parsed(value), dict):
+        if isinstance(value.get("name"), str) or isinstance(value.get("function"), dict):
+            value = [value]
+        elif "function_tools" in value:  # Pydantic AI
+            value = [*rows(value["function_tools"]), *rows(value.get("output_tools"))]
         else:
-            given = [{"name": name, **obj(about)} for name, about in given.items()]
+            value = [{"name": name, **obj(about)} for name, about in value.items()]
     declared = ("function_declarations", "functionDeclarations")  # Google
-    found = [rows(first(obj(one), *declared)) or [one] for one in rows(given)]
-    return [made for some in found for one in some if (made := tool_of(one))]
+    groups = [rows(first(obj(entry), *declared)) or [entry] for entry in rows(value)]
+    return [tool for group in groups for entry in group if (tool := tool_of(entry))]
 
 
-def tool_of(given: Any) -> Object:
+def tool_of(value: Any) -> Object:
     """A tool in the format of chat completions; an empty object if it has no name."""
-    tool = obj(given)
+    tool = obj(value)
     tool = (
         obj(tool.get("tool.json_schema")) or obj(obj(tool.get("tool")).get("json_schema")) or tool
     )
@@ -457,10 +464,10 @@ REASONS = ("finish_reason", "finishReason", "stop_reason", "stopReason")
 
 def choice_of(body: Object) -> Object:
     """The first of the choices in an answer of a model API or of LangChain."""
-    found: Any = next(filter(None, (rows(body.get(name)) for name in CHOICES)), [])
-    while isinstance(found, list) and found:
-        found = found[0]
-    return obj(found)
+    choice: Any = next(filter(None, (rows(body.get(name)) for name in CHOICES)), [])
+    while isinstance(choice, list) and choice:
+        choice = choice[0]
+    return obj(choice)
 
 
 def finish_of(body: Object) -> str:
@@ -468,52 +475,52 @@ def finish_of(body: Object) -> str:
     choice = choice_of(body)
     message = langchain_fields(obj(choice.get("message"))) or body
     metadata = obj(message.get("response_metadata"))
-    for one in (choice, obj(choice.get("generation_info")), metadata, body):
-        if found := first(one, *REASONS) or obj(one.get("incomplete_details")).get("reason"):
-            return str(found)
+    for fields in (choice, obj(choice.get("generation_info")), metadata, body):
+        if reason := first(fields, *REASONS) or obj(fields.get("incomplete_details")).get("reason"):
+            return str(reason)
     return ""
 
 
-def answer_of(given: Any) -> Object | None:
+def answer_of(value: Any) -> Object | None:
     """The assistant message in the output of a call; None if there is none. Data, such as
     {"city": "Paris"}, is an answer in JSON."""
-    text, given = given, parsed(given)
-    if given is None or given == "":
+    text, value = value, parsed(value)
+    if value is None or value == "":
         return None
-    if isinstance(given, list):
-        inner = [one for one in given if one]
+    if isinstance(value, list):
+        inner = [entry for entry in value if entry]
         if (
             inner
-            and all(isinstance(one, list) for one in inner)
+            and all(isinstance(entry, list) for entry in inner)
             and all(map(_is_message, inner[0]))
         ):
             return answer_of(inner[0])
-        if inner and all(obj(one).get("type") in PARTS for one in inner):
+        if inner and all(obj(entry).get("type") in PARTS for entry in inner):
             return message_of({"role": "assistant", "content": inner})
-        if not all(isinstance(one, dict) and _is_message(one) for one in inner):
+        if not all(isinstance(entry, dict) and _is_message(entry) for entry in inner):
             return {"role": "assistant", "content": text_of(text)}
-        answers = [one for one in messages_of(inner) if one["role"] == "assistant"]
+        answers = [entry for entry in messages_of(inner) if entry["role"] == "assistant"]
         for more in answers[1:]:
             merge(answers[0], more)
         return answers[0] if answers else None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         return {"role": "assistant", "content": text_of(text)}
-    if choice := choice_of(given):
+    if choice := choice_of(value):
         if message := obj(choice.get("message")):
             return message_of(message, "assistant")
         if isinstance(choice.get("content"), dict):  # Google
             return message_of(choice["content"], "assistant")
         return answer_of(choice.get("text"))
-    if not _is_message(given):
-        if [*given] == ["text"]:
-            return answer_of(given["text"])
+    if not _is_message(value):
+        if [*value] == ["text"]:
+            return answer_of(value["text"])
         for name in ("output", "message", "messages", "response", "content", "completion"):
-            # In a text of JSON a text is the model's own.
-            if name in given and not (isinstance(text, str) and isinstance(given[name], str)):
-                return answer_of(given[name])
-        if isinstance(text, str) or not any(name in given for name in ANSWERS):
+            # If the output is JSON text, the model wrote the text in this field itself.
+            if name in value and not (isinstance(text, str) and isinstance(value[name], str)):
+                return answer_of(value[name])
+        if isinstance(text, str) or not any(name in value for name in ANSWERS):
             return {"role": "assistant", "content": text_of(text)}
-    message = message_of(given, "assistant")
+    message = message_of(value, "assistant")
     return message if message["role"] == "assistant" else None
 
 

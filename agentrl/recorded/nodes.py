@@ -92,12 +92,12 @@ class Issues:
 
     def lines(self) -> list[str]:
         """A line for each kind, with its count and the first places."""
-        found = []
+        lines = []
         for kind, count in self.counts.most_common():
             shown = self.examples[kind]
             often = f" ({count} times)" if count > 1 else ""
-            found.append(f"{kind}{often}" + (f": {'; '.join(shown)}" if shown else ""))
-        return found
+            lines.append(f"{kind}{often}" + (f": {'; '.join(shown)}" if shown else ""))
+        return lines
 
 
 def nanoseconds(value: Any) -> int:
@@ -143,13 +143,13 @@ def parsed(value: Any) -> Any:
 
 def python_object(text: str) -> Any:
     """The object of a text, in JSON or, as LangChain writes the inputs of tools, in Python."""
-    found = parsed(text)
-    if isinstance(found, str) and len(text) < MAX_LITERAL_CHARS:
+    value = parsed(text)
+    if isinstance(value, str) and len(text) < MAX_LITERAL_CHARS:
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    return found
+    return value
 
 
 def json_text(value: Any) -> str:
@@ -181,36 +181,36 @@ def number(value: Any) -> float | None:
     return None
 
 
-def usage(given: Any, cost: Any = None) -> Object:
+def usage(tokens: Any, cost: Any = None) -> Object:
     """Tokens and cost under the names of the semantic conventions."""
-    given = obj(given)
-    found = {
-        "gen_ai.usage.input_tokens": first(given, "input_tokens", "prompt_tokens", "input"),
-        "gen_ai.usage.output_tokens": first(given, "output_tokens", "completion_tokens", "output"),
+    tokens = obj(tokens)
+    counts = {
+        "gen_ai.usage.input_tokens": first(tokens, "input_tokens", "prompt_tokens", "input"),
+        "gen_ai.usage.output_tokens": first(tokens, "output_tokens", "completion_tokens", "output"),
         "gen_ai.usage.cost": cost,
     }
-    return {key: value for key, value in found.items() if number(value) is not None}
+    return {key: value for key, value in counts.items() if number(value) is not None}
 
 
-def first(given: Object, *names: str) -> Any:
+def first(fields: Object, *names: str) -> Any:
     """The value of the first field that is present and not null."""
-    return next((given[name] for name in names if given.get(name) is not None), None)
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
-def sampling(*given: Any) -> Object:
+def sampling(*sources: Any) -> Object:
     """The sampling options, each from the first object that has it."""
-    found: Object = {}
-    for one in map(obj, given):
-        more = one | {
-            "max_tokens": first(one, "max_tokens", "max_completion_tokens", "max_output_tokens")
+    options: Object = {}
+    for source in map(obj, sources):
+        more = source | {
+            "max_tokens": first(source, "max_tokens", "max_completion_tokens", "max_output_tokens")
         }
-        found |= {
-            k: more[k] for k in SAMPLING if k not in found and number(more.get(k)) is not None
+        options |= {
+            k: more[k] for k in SAMPLING if k not in options and number(more.get(k)) is not None
         }
-    return found
+    return options
 
 
 def shortened(value: Any, issues: Issues, where: str) -> Any:
@@ -225,9 +225,9 @@ def shortened(value: Any, issues: Issues, where: str) -> Any:
         )
         return value[:MAX_FIELD_CHARS] + CUT
     if isinstance(value, list):
-        return [shortened(one, issues, where) for one in value]
+        return [shortened(item, issues, where) for item in value]
     if isinstance(value, dict):
-        return {key: shortened(one, issues, where) for key, one in value.items()}
+        return {key: shortened(item, issues, where) for key, item in value.items()}
     return value
 
 
@@ -238,8 +238,8 @@ def storable(value: Any) -> Any:
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else None
     if isinstance(value, dict):
-        return {str(key): storable(one) for key, one in value.items()}
-    return [storable(one) for one in value] if isinstance(value, list | tuple) else value
+        return {str(key): storable(item) for key, item in value.items()}
+    return [storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 CUT = " …[cut off]"

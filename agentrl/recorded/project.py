@@ -35,53 +35,56 @@ WARMUP_LR, IMITATED_LR = 2, 0.4
 
 
 def write_project(
-    folder: Path, made: Training, where: Where, model: str, measure: Callable[[str], dict[str, Any]]
+    folder: Path,
+    training: Training,
+    where: Where,
+    model: str,
+    measure: Callable[[str], dict[str, Any]],
 ) -> list[str]:
-    """Write the files of a run; returns their names. measure: whether to measure the model's
-    settings on this machine. Raises ConfigError if there is nothing to imitate, and for existing
-    files."""
+    """Write the files of a run; returns their names. measure: measures the settings of a model on
+    this machine. Raises ConfigError if there is nothing to imitate, and for existing files."""
     if present := [name for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{folder} has {', '.join(present)} already; name another folder")
-    if not made.demonstrations:
-        reasons = "; ".join(f"{count} {why}" for why, count in made.left_out.most_common())
+    if not training.demonstrations:
+        reasons = "; ".join(f"{count} {why}" for why, count in training.left_out.most_common())
         raise ConfigError(
             f"no trace is good and can be imitated where {where} ({reasons or 'there are none'})"
         )
-    if not made.tasks:
+    if not training.tasks:
         raise ConfigError(f"no task has a good trace where {where}, so nothing can be trained live")
     settings = measure(model)
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
-        "run.toml": run_file(made, settings, where),
-        "agent.py": agent_file(made),
+        "run.toml": run_file(training, settings, where),
+        "agent.py": agent_file(training),
         "verifier.py": VERIFIER,
     }
-    tools = [*made.definitions.values(), *made.tools]
+    tools = [*training.definitions.values(), *training.tools]
     rows = {
-        "tasks.jsonl": made.tasks,
-        "heldout.jsonl": made.heldout,
-        "pairs.jsonl": made.pairs,
-        "demonstrations.jsonl": made.demonstrations,
+        "tasks.jsonl": training.tasks,
+        "heldout.jsonl": training.heldout,
+        "pairs.jsonl": training.pairs,
+        "demonstrations.jsonl": training.demonstrations,
         "tools.jsonl": tools,
     }
     written = []
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         written.append(name)
-    for name, found in rows.items():
-        if found:
-            write_rows(found, folder / name)
+    for name, content in rows.items():
+        if content:
+            write_rows(content, folder / name)
             written.append(name)
     return written
 
 
-def run_file(made: Training, settings: dict[str, Any], where: Where) -> str:
+def run_file(training: Training, settings: dict[str, Any], where: Where) -> str:
     """The run file, with the settings that were measured for the model."""
-    roles, text = made.roles, json.dumps
-    batch, steps = warmup_size(len(made.demonstrations) // max(1, len(roles)))
+    roles, text = training.roles, json.dumps
+    batch, steps = warmup_size(len(training.demonstrations) // max(1, len(roles)))
     heldout = (
         'heldout = "heldout.jsonl"  # the latest tasks; no trace of them is imitated\n'
-        if made.heldout
+        if training.heldout
         else ""
     )
     policies = (
@@ -94,7 +97,7 @@ def run_file(made: Training, settings: dict[str, Any], where: Where) -> str:
     )
     evaluation = (
         "\n[eval]\nevery = 5  # steps between evaluations on the held-out tasks\n"
-        if made.heldout
+        if training.heldout
         else ""
     )
     return f"""# agentrl doctor run.toml    checks the machine, the agent and all that the run needs
@@ -155,30 +158,30 @@ def warmup_size(count: int) -> tuple[int, int]:
 
 
 def _in_line(value: object) -> str:
-    """A text of the traces within a comment or a docstring, which it must not end."""
+    """A text of the traces, escaped so that it cannot end the comment or docstring around it."""
     return json.dumps(str(value), ensure_ascii=False)[1:-1].replace("\x7f", "")
 
 
 def policy_names(roles: list[str]) -> dict[str, str]:
     """Names of policies by role: letters, digits, `_` and `-`, each once."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for role in roles:
         base = name = re.sub(r"[^A-Za-z0-9_-]+", "_", role).strip("_-") or "role"
         number = 1
-        while name in found.values():
+        while name in names.values():
             number += 1
             name = f"{base}_{number}"
-        found[role] = name
-    return found
+        names[role] = name
+    return names
 
 
-def agent_file(made: Training) -> str:
+def agent_file(training: Training) -> str:
     """The agent file: for traces of one role a runnable agent with the recorded tools; for several
     roles a placeholder for the user's agent."""
-    roles = made.roles
+    roles = training.roles
     if len(roles) > 1:
         return SEVERAL.replace("ROLES", ", ".join(map(_in_line, roles)))
-    first = made.demonstrations[0]["messages"]
+    first = training.demonstrations[0]["messages"]
     system = next((m["content"] for m in first if m["role"] == "system"), "")
     text = json.dumps(system, ensure_ascii=False) if isinstance(system, str) else repr(system)
     return ONE.replace("SYSTEM_TEXT", text)

@@ -1,8 +1,8 @@
 """Redaction of personal data in recorded traces, by patterns and by names of fields, with counts.
 Redacted values become the name of the rule in brackets, so that a model still sees that something
-was there. All texts and numbers are searched, also inside of JSON texts, and the keys of objects.
-Rules for fields apply to data only: parts of a message, names of tools and their schemas stay.
-Images are not searched.
+was there. All texts, numbers and keys of objects are searched, including those inside JSON texts.
+Rules for fields apply to data only: parts of a message, names of tools and their schemas stay
+unchanged. Images are not searched.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PATTERNS = {
 
 
 class Rule(NamedTuple):
-    """A pattern of personal data. name: as given by the user. holds: whether a match is valid, such
-    as by a checksum."""
+    """A pattern of personal data. name: as given by the user. holds: whether a match is valid, for
+    example by its checksum."""
 
     name: str
     pattern: re.Pattern[str]
@@ -68,8 +68,8 @@ class Redactor:
         self._rules: list[Rule] = []
         for rule in rules:
             if rule in PATTERNS:
-                found = Rule(rule, re.compile(PATTERNS[rule]), _CHECKS.get(rule, bool))
-                self._rules.append(found)
+                compiled = Rule(rule, re.compile(PATTERNS[rule]), _CHECKS.get(rule, bool))
+                self._rules.append(compiled)
             elif len(rule) > 2 and rule[0] == rule[-1] == "/":
                 try:
                     self._rules.append(Rule(rule, re.compile(rule[1:-1])))
@@ -80,14 +80,16 @@ class Redactor:
             else:
                 self._fields[rule.lower()] = rule
 
-    def applied(self, one: Recorded) -> Recorded:
+    def applied(self, record: Recorded) -> Recorded:
         """The trace with all rules applied."""
-        task = obj(one.rollout.task)
+        task = obj(record.rollout.task)
         about = obj(task.get("recorded"))  # the trace's identity
         about = about | {"trace": self._text(str(about.get("trace") or ""))}
-        made = {"input": self._field("input", task.get("input")), "recorded": about}
+        redacted_task = {"input": self._field("input", task.get("input")), "recorded": about}
         # Inputs that are equal after redaction must not be split into held-out and trained ones.
-        rollout = replace(one.rollout, task=made, group=group_of(made["input"]))
+        rollout = replace(
+            record.rollout, task=redacted_task, group=group_of(redacted_task["input"])
+        )
         calls = [
             replace(
                 call,
@@ -97,20 +99,22 @@ class Redactor:
                 answer=self._structure(call.answer),
                 tools=[self._structure(tool) for tool in call.tools],
             )
-            for call in one.calls
+            for call in record.calls
         ]
         spans = [
             replace(span, name=self._text(span.name), attributes=self._attributes(span.attributes))
-            for span in one.spans
+            for span in record.spans
         ]
-        rewards = [self._reward(row) for row in one.rewards]
-        failure = one.failure and replace(one.failure, message=self._text(one.failure.message))
-        return one._replace(
+        rewards = [self._reward(row) for row in record.rewards]
+        failure = record.failure and replace(
+            record.failure, message=self._text(record.failure.message)
+        )
+        return record._replace(
             rollout=rollout,
             calls=calls,
             spans=spans,
             rewards=rewards,
-            result=self.value(one.result),
+            result=self.value(record.result),
             failure=failure,
         )
 
@@ -119,9 +123,9 @@ class Redactor:
         if isinstance(value, str):
             return self._in_json(value)
         if isinstance(value, list):
-            return [self.value(one) for one in value]
+            return [self.value(item) for item in value]
         if isinstance(value, dict):
-            return {self._text(str(k)): self._field(str(k), one) for k, one in value.items()}
+            return {self._text(str(k)): self._field(str(k), item) for k, item in value.items()}
         return self._number(value)
 
     def _field(self, name: str, value: Any) -> Any:
@@ -135,9 +139,9 @@ class Redactor:
         """Redact a message or the definition of a tool; the names of its own fields are not
         data."""
         if isinstance(value, dict):
-            return {key: self._structure(one) for key, one in value.items()}
+            return {key: self._structure(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._structure(one) for one in value]
+            return [self._structure(item) for item in value]
         return self.value(value)
 
     def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -187,17 +191,17 @@ async def redact_store(store: Store, redactor: Redactor) -> Counter[str]:
     async with holding(store):
         ids = [row.id async for row in rollouts(store)]
         for begin in range(0, len(ids), BATCH):
-            some = [await store.trace(id) for id in ids[begin : begin + BATCH]]
-            before = [_recorded(trace) for trace in some if trace]
-            after = [redactor.applied(one) for one in before]
+            traces = [await store.trace(id) for id in ids[begin : begin + BATCH]]
+            before = [_recorded(trace) for trace in traces if trace]
+            after = [redactor.applied(record) for record in before]
             changed = [new for old, new in zip(before, after, strict=True) if old != new]
-            images = {id for one in changed for call in one.calls for id in call.images}
-            kept = await store.images(RUN, sorted(images)) if images else {}
+            images = {id for record in changed for call in record.calls for id in call.images}
+            stored_images = await store.images(RUN, sorted(images)) if images else {}
             changed = [
-                one._replace(images=[kept[i] for c in one.calls for i in c.images])
-                for one in changed
+                record._replace(images=[stored_images[i] for c in record.calls for i in c.images])
+                for record in changed
             ]
-            await store.forget([one.rollout.id for one in changed])
+            await store.forget([record.rollout.id for record in changed])
             await add_traces(store, changed, Imported())
         await store.vacuum()
     return redactor.counts

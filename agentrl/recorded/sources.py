@@ -39,11 +39,11 @@ def files_of(source: Path) -> list[Path]:
     are none."""
     if source.is_file():
         return [source]
-    found = [path for path in sorted(source.rglob("*")) if path.is_file() and _may_have(path)]
-    if not found:
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and _may_have(path)]
+    if not files:
         kinds = ", ".join(SUFFIXES)
         raise ConfigError(f"{source} is no file, and no folder with files of {kinds} (or .gz)")
-    return found
+    return files
 
 
 def _may_have(path: Path) -> bool:
@@ -73,7 +73,7 @@ def traces_of(source: Path, issues: Issues, counts: dict[str, int]) -> Iterator[
     with tempfile.TemporaryDirectory() as folder, Waiting(Path(folder, "spans.db")) as waiting:
         for path in files_of(source):
             for trace in _traces_in(path, issues, counts, waiting):
-                if any(isinstance(one, Node) for one in trace):
+                if any(isinstance(item, Node) for item in trace):
                     yield trace
                 else:
                     issues.add("a conversation has no answer of a model and is left out", path.name)
@@ -91,10 +91,10 @@ def _traces_in(
             return
         rows = rows_of(path, issues)
         first = list(islice(rows, PEEKED))
-        for found in map(format_of, first):
-            if found and found.lines:
-                made = found.lines(chain(first, rows), issues)
-                yield from _of_lines(path, found.name, made, issues, counts)
+        for form in map(format_of, first):
+            if form and form.lines:
+                traces = form.lines(chain(first, rows), issues)
+                yield from _of_lines(path, form.name, traces, issues, counts)
                 return
         yield from _by_row(path, chain(first, rows), issues, counts, waiting)
     except (ConfigError, Invalid, OSError, EOFError, zlib.error) as error:
@@ -106,10 +106,10 @@ MALFORMED = (TypeError, ValueError, KeyError, AttributeError, IndexError, Recurs
 
 
 def _of_lines(
-    path: Path, name: str, found: Iterator[Trace], issues: Issues, counts: dict[str, int]
+    path: Path, name: str, traces: Iterator[Trace], issues: Issues, counts: dict[str, int]
 ) -> Iterator[Trace]:
     try:
-        for trace in found:
+        for trace in traces:
             counts[name] = counts.get(name, 0) + 1
             yield trace
     except MALFORMED as error:
@@ -124,24 +124,24 @@ def _by_row(
     path: Path, rows: Iterable[Any], issues: Issues, counts: dict[str, int], waiting: Waiting
 ) -> Iterator[Trace]:
     for row in chain.from_iterable(unwrapped(row) or [row] for row in rows):
-        found = format_of(row)
-        if found is None:
+        form = format_of(row)
+        if form is None:
             keys = ", ".join([*row][:6]) if isinstance(row, dict) else type(row).__name__
             issues.add("a row is of no known format and is left out", f"{path.name}: {keys}")
             continue
-        counts[found.name] = counts.get(found.name, 0) + 1
+        counts[form.name] = counts.get(form.name, 0) + 1
         try:
-            if found.whole:
-                yield from found.whole(row, issues)
-            elif found.spans:
-                waiting.add(found.spans(row, issues))
+            if form.whole:
+                yield from form.whole(row, issues)
+            elif form.spans:
+                waiting.add(form.spans(row, issues))
             else:
                 issues.add(
-                    f"a line of {found.name} is not in a transcript and is left out", path.name
+                    f"a line of {form.name} is not in a transcript and is left out", path.name
                 )
         except MALFORMED as error:
             issues.add(
-                f"a row of {found.name} is not as this format has it and is left out",
+                f"a row of {form.name} is not as this format has it and is left out",
                 f"{path.name}: {type(error).__name__}: {error}",
             )
 
@@ -258,17 +258,17 @@ class Waiting:
 
     def add(self, items: Iterable[Node | Note]) -> None:
         """Keep nodes and notes until all files have been read."""
-        for one in items:
-            node = one.id if isinstance(one, Node) else one.node
-            self._rows.append((one.trace, node, int(isinstance(one, Note)), self._encoded(one)))
+        for item in items:
+            node = item.id if isinstance(item, Node) else item.node
+            self._rows.append((item.trace, node, int(isinstance(item, Note)), self._encoded(item)))
         if len(self._rows) >= WAITING:
             self._write()
 
-    def _encoded(self, one: Node | Note) -> bytes:
+    def _encoded(self, item: Node | Note) -> bytes:
         try:
-            return self._encoder.encode(one)
+            return self._encoder.encode(item)
         except OverflowError:  # an integer of more than 64 bits
-            return self._encoder.encode(storable(msgspec.to_builtins(one)))
+            return self._encoder.encode(storable(msgspec.to_builtins(item)))
 
     def _write(self) -> None:
         self._database.executemany("insert into item values (?, ?, ?, ?)", self._rows)
@@ -283,14 +283,14 @@ class Waiting:
             " and n.note = 0), '') where note = 1 and trace = ''"
         )
         decoder = msgspec.msgpack.Decoder(Node | Note)
-        current, found = None, Trace()
+        current, items = None, Trace()
         for trace, body in self._database.execute(
             "select trace, body from item order by trace, rowid"
         ):
-            if trace != current and found:
-                yield found
-                found = []
+            if trace != current and items:
+                yield items
+                items = []
             current = trace
-            found.append(decoder.decode(body))
-        if found:
-            yield found
+            items.append(decoder.decode(body))
+        if items:
+            yield items

@@ -25,7 +25,7 @@ MAX_COMPARED = 2000  # recorded calls that are compared with an unrecorded one
 
 
 class RecordedTools:
-    """The answers of a file of rows {"name", "arguments", "result", "times"}; those of definitions
+    """The recorded answers in a file with rows {"name", "arguments", "result", "times"}; its rows
     {"function": ...} are `definitions`. Raises ConfigError for a file that cannot be read."""
 
     def __init__(self, path: str | Path) -> None:
@@ -33,7 +33,7 @@ class RecordedTools:
         self._answers: dict[str, dict[str, Counter[str]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
-        self.exact = self.nearest = self.unknown = 0  # calls that were answered so
+        self.exact = self.nearest = self.unknown = 0  # number of calls answered in each way
         for _, row in read_rows(str(path)):
             if "function" in row:
                 self.definitions.append(row)
@@ -44,18 +44,18 @@ class RecordedTools:
 
     def call(self, name: str, arguments: Any) -> str:
         """The answer to a call. arguments: an object, or its JSON."""
-        known, key = self._answers.get(name), _key(arguments)
-        if not known:
+        recorded, key = self._answers.get(name), _key(arguments)
+        if not recorded:
             self.unknown += 1
             log.warning("no call of the tool %s was recorded", name)
             return f"[not recorded: no call of {name} is in the traces]"
-        if key in known:
+        if key in recorded:
             self.exact += 1
-            return known[key].most_common(1)[0][0]
+            return recorded[key].most_common(1)[0][0]
         self.nearest += 1
-        near = _nearest([*known][:MAX_COMPARED], key)
+        near = _nearest([*recorded][:MAX_COMPARED], key)
         log.warning("%s(%s) was not recorded; answered as %s(%s)", name, key, name, near)
-        answer = known[near].most_common(1)[0][0]
+        answer = recorded[near].most_common(1)[0][0]
         return f"[not recorded: this is the answer to {name}({near})]\n{answer}"
 
     def function(self, name: str) -> Callable[..., str]:
@@ -65,7 +65,12 @@ class RecordedTools:
             return self.call(name, arguments)
 
         about: dict[str, Any] = next(
-            (one["function"] for one in self.definitions if one["function"]["name"] == name), {}
+            (
+                definition["function"]
+                for definition in self.definitions
+                if definition["function"]["name"] == name
+            ),
+            {},
         )
         tool.__name__, tool.__doc__ = name, str(about.get("description") or "")
         return tool
@@ -73,13 +78,13 @@ class RecordedTools:
 
 def _nearest(texts: list[str], text: str) -> str:
     """The most similar text. Fast bounds avoid most comparisons."""
-    matcher, found, best = SequenceMatcher(None, "", text), texts[0], 0.0
-    for one in texts:
-        matcher.set_seq1(one)
+    matcher, nearest, best = SequenceMatcher(None, "", text), texts[0], 0.0
+    for candidate in texts:
+        matcher.set_seq1(candidate)
         bound = min(matcher.real_quick_ratio(), matcher.quick_ratio())
         if bound > best and (ratio := matcher.ratio()) > best:
-            found, best = one, ratio
-    return found
+            nearest, best = candidate, ratio
+    return nearest
 
 
 def _key(arguments: Any) -> str:

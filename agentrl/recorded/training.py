@@ -69,31 +69,31 @@ class Where(NamedTuple):
     conditions: tuple[Condition, ...]
 
     @classmethod
-    def read(cls, given: Sequence[str]) -> Where:
+    def read(cls, texts: Sequence[str]) -> Where:
         """Parse conditions such as `correct>=1`. Raises ConfigError."""
-        found = []
-        for text in given:
+        conditions = []
+        for text in texts:
             match = CONDITION.fullmatch(text)
             if match is None:
                 raise ConfigError(
                     f"--where {text!r}: write the name of feedback, one of"
                     f" {' '.join(OPERATORS)}, and a number, such as 'correct>=1'"
                 )
-            found.append(Condition(match[1], match[2], float(match[3])))
-        return cls(tuple(found))
+            conditions.append(Condition(match[1], match[2], float(match[3])))
+        return cls(tuple(conditions))
 
     def holds(self, rollout: Rollout) -> bool | None:
         """Whether a trace is good; None if feedback for a condition is missing. Feedback on a role
         or call counts, too; if several people gave feedback, all of it must satisfy the
         condition."""
-        known = True
+        complete = True
         for condition in self.conditions:
             values = [row.value for row in rollout.rewards if row.name == condition.name]
             if not values:
-                known = False
+                complete = False
             elif not all(map(condition.holds, values)):
                 return False
-        return True if known and self.conditions else None
+        return True if complete and self.conditions else None
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.conditions))
@@ -108,9 +108,9 @@ async def usual_where(store: Store) -> Where:
             if reward.scope is Scope.ROLLOUT:
                 values[reward.name].add(reward.value)
     if len(values) == 1:
-        ((name, found),) = values.items()
+        ((name, seen_values),) = values.items()
         words = {*re.findall(r"[a-z]+", name.lower())}.difference(NEUTRAL)
-        if found <= {0.0, 1.0} and words and all(map(GOOD.fullmatch, words)):
+        if seen_values <= {0.0, 1.0} and words and all(map(GOOD.fullmatch, words)):
             return Where((Condition(name, ">=", 1.0),))
     listed = ", ".join(f"{name} ({min(v):g} to {max(v):g})" for name, v in sorted(values.items()))
     if not listed:
@@ -152,7 +152,8 @@ class Split:
 
 
 async def split_of(store: Store, share: float = HELD_OUT) -> Split:
-    """The latest tasks are held out, by their first trace. Without times the order is by id."""
+    """Split the tasks: the latest, by their first trace, are held out. Without times they are in
+    the order of their ids."""
     first: dict[str, tuple[float, str]] = {}
     texts: dict[str, set[str]] = {}
     async for row in rollouts(store):
@@ -169,12 +170,12 @@ async def split_of(store: Store, share: float = HELD_OUT) -> Split:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a value that are long enough to be a task's alone."""
+    """The texts in a value that are long enough to identify a task."""
     if isinstance(value, str) and len(value) >= MIN_TEXT:
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _shows(trace: Trace, texts: set[str]) -> bool:
@@ -183,7 +184,7 @@ def _shows(trace: Trace, texts: set[str]) -> bool:
     texts_of_users = (m.get("content") for call in trace.transitions for m in call.messages
             if m.get("role") == "user")  # fmt: skip
     return bool(texts) and any(
-        normalised(text) in texts for one in texts_of_users for text in _texts(one)
+        normalised(text) in texts for item in texts_of_users for text in _texts(item)
     )
 
 
@@ -210,7 +211,7 @@ class Training:
 
 async def training_of(store: Store, where: Where) -> Training:
     """Collect the training data from the traces of a store."""
-    made, split = Training(), await split_of(store)
+    training, split = Training(), await split_of(store)
     held, seen = {*split.heldout}, set[bytes]()
     tasks: dict[str, Object] = {}
     begun: dict[str, float] = {}
@@ -220,51 +221,57 @@ async def training_of(store: Store, where: Where) -> Training:
     async for trace in traces(store):  # group by group
         row, good = trace.rollout, where.holds(trace.rollout)
         if row.group != group:
-            made.pairs += _compared(prompts)
+            training.pairs += _compared(prompts)
             group, prompts = row.group, defaultdict(list)
-        _collect_tools(trace, answers, made.definitions)
+        _collect_tools(trace, answers, training.definitions)
         _add_task(tasks, begun, row, good)
         if row.group in held:
-            made.left_out["traces of held-out tasks"] += 1
+            training.left_out["traces of held-out tasks"] += 1
             continue
         if _shows(trace, split.texts):
-            made.left_out["traces that show a held-out task"] += 1
+            training.left_out["traces that show a held-out task"] += 1
             continue
         for call in trace.transitions:
             if call.answer is not None:
                 prompts[_prompt_key(call)].append((good, call))
-        made.pairs += _corrections(trace)
-        made.pairs += _retries(trace)
+        training.pairs += _corrections(trace)
+        training.pairs += _retries(trace)
         if good is not True:
-            made.left_out[
+            training.left_out[
                 "traces without the feedback" if good is None else f"traces that are not {where}"
             ] += 1
             continue
-        for one in _demonstrations(trace, made.left_out):
-            if names := digests(one["messages"]):
-                one["messages"] = with_data_urls(one["messages"], await store.images(RUN, names))
-            keys = _answer_keys(one)
-            one["imitate"] = [index for index, key in keys.items() if key not in seen]
+        for conversation in _demonstrations(trace, training.left_out):
+            if names := digests(conversation["messages"]):
+                conversation["messages"] = with_data_urls(
+                    conversation["messages"], await store.images(RUN, names)
+                )
+            keys = _answer_keys(conversation)
+            conversation["imitate"] = [index for index, key in keys.items() if key not in seen]
             seen.update(keys.values())
-            if not one["imitate"]:
-                made.left_out["conversations that are there already"] += 1
+            if not conversation["imitate"]:
+                training.left_out["conversations that are there already"] += 1
                 continue
-            if again := len(keys) - len(one["imitate"]):
-                made.left_out["answers with which another conversation begins, too"] += again
-            made.demonstrations.append(one)
-    made.pairs += _compared(prompts)
-    made.pairs = [*{msgspec.json.encode(one, order="sorted"): one for one in made.pairs}.values()]
-    made.tools = [*answers.values()]
-    for groups, found in ((split.train, made.tasks), (split.heldout, made.heldout)):
+            if again := len(keys) - len(conversation["imitate"]):
+                training.left_out["answers with which another conversation begins, too"] += again
+            training.demonstrations.append(conversation)
+    training.pairs += _compared(prompts)
+    training.pairs = [
+        *{msgspec.json.encode(pair, order="sorted"): pair for pair in training.pairs}.values()
+    ]
+    training.tools = [*answers.values()]
+    for groups, rows in ((split.train, training.tasks), (split.heldout, training.heldout)):
         for group in groups:
             task = tasks.get(group, {})
             if task.get("input") in (None, "", {}, []):
-                made.left_out["tasks without an input"] += 1
+                training.left_out["tasks without an input"] += 1
             elif "expected" not in task:
-                made.left_out["tasks without a good trace, hence without an expected result"] += 1
+                training.left_out[
+                    "tasks without a good trace, hence without an expected result"
+                ] += 1
             else:
-                found.append(task)
-    return made
+                rows.append(task)
+    return training
 
 
 def _add_task(
@@ -286,43 +293,45 @@ def _demonstrations(trace: Trace, left_out: Counter[str]) -> Iterator[Object]:
     for call in trace.transitions:
         by_role[call.role].append(call)
     for role, calls in by_role.items():
-        for one, its_calls in with_calls(calls):
-            if why := _defect(one, its_calls, failed):
+        for conversation, its_calls in with_calls(calls):
+            if why := _defect(conversation, its_calls, failed):
                 left_out[why] += 1
                 continue
-            yield {"role": role, **one, "trace": trace.rollout.id}
+            yield {"role": role, **conversation, "trace": trace.rollout.id}
 
 
-def _defect(one: Object, calls: Sequence[Transition], failed: set[str]) -> str:
+def _defect(conversation: Object, calls: Sequence[Transition], failed: set[str]) -> str:
     """Why a conversation is not imitated; "": it is."""
-    texts = str(one["messages"])
+    texts = str(conversation["messages"])
     if any(map(is_unfinished, calls)):
         return "conversations with an answer that was cut short"
     if CUT in texts:
         return "conversations with a text that was cut off in the import"
     if any(call.span in failed for call in calls):
         return "conversations with a call that failed"
-    own = [one["messages"][index] for index in one["imitate"]]
-    if not all(message.get("content") or message.get("tool_calls") for message in own):
+    imitated = [conversation["messages"][index] for index in conversation["imitate"]]
+    if not all(message.get("content") or message.get("tool_calls") for message in imitated):
         return "conversations with an empty answer"
-    calls_made = [c for message in own for c in message.get("tool_calls") or ()]
+    calls_made = [c for message in imitated for c in message.get("tool_calls") or ()]
     if not all(isinstance(parsed(c["function"].get("arguments")), dict) for c in calls_made):
         return "conversations that call a tool with arguments that are no JSON object"
-    if not one["tools"] and any(message.get("tool_calls") for message in own):
+    if not conversation["tools"] and any(message.get("tool_calls") for message in imitated):
         return "conversations that call tools whose definitions were not recorded"
     return ""
 
 
-def _answer_keys(one: Object) -> dict[int, bytes]:
-    """A digest of each answer and all before it, by its index: a session that was forked or resumed
-    has answers of the earlier one."""
-    told = sha256(msgspec.json.encode([one["role"], one["tools"]], order="sorted"))
-    found: dict[int, bytes] = {}
-    for index, message in enumerate(one["messages"]):
-        told.update(msgspec.json.encode(message_key(message), order="sorted"))
-        if index in one["imitate"]:
-            found[index] = told.digest()
-    return found
+def _answer_keys(conversation: Object) -> dict[int, bytes]:
+    """The digest of each imitated answer and of all messages before it, by index. It recognises the
+    answers that a forked or resumed session repeats."""
+    digest = sha256(
+        msgspec.json.encode([conversation["role"], conversation["tools"]], order="sorted")
+    )
+    keys: dict[int, bytes] = {}
+    for index, message in enumerate(conversation["messages"]):
+        digest.update(msgspec.json.encode(message_key(message), order="sorted"))
+        if index in conversation["imitate"]:
+            keys[index] = digest.digest()
+    return keys
 
 
 def _prompt_key(call: Transition) -> bytes:
@@ -381,14 +390,14 @@ def _retries(trace: Trace) -> Iterator[Object]:
 def _failed_steps(spans: Sequence[Span]) -> set[str | None]:
     """Model calls that failed, and those directly before a failed tool of the same parent."""
     ordered = sorted(spans, key=lambda span: span.start)
-    found: set[str | None] = {span.id for span in ordered if span.kind == "llm" and not span.ok}
+    failed: set[str | None] = {span.id for span in ordered if span.kind == "llm" and not span.ok}
     last: dict[str | None, str] = {}
     for span in ordered:
         if span.kind == "llm":
             last[span.parent] = span.id
         elif span.kind == "tool" and not span.ok and span.parent in last:
-            found.add(last[span.parent])
-    return found
+            failed.add(last[span.parent])
+    return failed
 
 
 def _corrections(trace: Trace) -> Iterator[Object]:
@@ -425,15 +434,15 @@ def _final_call(trace: Trace) -> Transition | None:
 def _collect_tools(
     trace: Trace, answers: dict[bytes, Object], definitions: dict[str, Object]
 ) -> None:
-    """Answers of tools, from messages; for tools without messages from spans."""
+    """Collect the answers of tools from messages; for tools without messages, from spans."""
     answered, counted = set[str](), set[tuple[str, int]]()
     for call in trace.transitions:
         for tool in call.tools:
             definitions.setdefault(str(obj(tool.get("function")).get("name")), tool)
         called: dict[str, Object] = {}
         for place, message in enumerate(call.messages):
-            for one in message.get("tool_calls") or ():
-                called[str(one.get("id"))] = obj(one.get("function"))
+            for tool_call in message.get("tool_calls") or ():
+                called[str(tool_call.get("id"))] = obj(tool_call.get("function"))
             if message.get("role") == "tool" and (
                 function := called.pop(str(message.get("tool_call_id")), None)
             ):

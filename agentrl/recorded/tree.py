@@ -32,28 +32,28 @@ class Tree(NamedTuple):
 def tree_of(items: Iterable[Node | Note], issues: Issues) -> Tree | None:
     """Build the tree of one trace; None if it has only notes."""
     items = list(items)
-    found: dict[str, Node] = {}
+    by_id: dict[str, Node] = {}
     for node in items:
         if isinstance(node, Node):
-            found[node.id] = _fuller(found.get(node.id), node)
-    if not found:
+            by_id[node.id] = _fuller(by_id.get(node.id), node)
+    if not by_id:
         return None
-    trace = next(iter(found.values())).trace
-    nodes = [_timed(node, issues) for node in found.values()]
+    trace = next(iter(by_id.values())).trace
+    nodes = [_timed(node, issues) for node in by_id.values()]
     root, parents = _parents(nodes, trace, issues)
-    own = {
+    named_roles = {
         node.id: node.role or (node.name if node.kind == "agent" else "") for node in (root, *nodes)
     }
-    roles = _roles(own, parents)
+    roles = _roles(named_roles, parents)
     ordered = _in_order([node for node in nodes if node.id != root.id])
     placed = [
         replace(node, parent=parents.get(node.id, ""), role=roles[node.id])
         for node in (root, *ordered)
     ]
     notes = {
-        (one.key or number, one.name): one
-        for number, one in enumerate(items)
-        if isinstance(one, Note)
+        (note.key or number, note.name): note
+        for number, note in enumerate(items)
+        if isinstance(note, Note)
     }  # exports overlap
     return Tree(placed[0], placed, [*notes.values()])
 
@@ -68,14 +68,14 @@ def _in_order(nodes: list[Node]) -> list[Node]:
     return [node for _, node in sorted(zip(keys, nodes, strict=True), key=lambda pair: pair[0])]
 
 
-def _fuller(known: Node | None, node: Node) -> Node:
+def _fuller(earlier: Node | None, node: Node) -> Node:
     """The more complete of two records of a node: exports overlap."""
-    if known is None:
+    if earlier is None:
         return node
     filled = [
-        (bool(n.call and n.call.answer), bool(n.end), n.output is not None) for n in (known, node)
+        (bool(n.call and n.call.answer), bool(n.end), n.output is not None) for n in (earlier, node)
     ]
-    return node if filled[1] > filled[0] else known
+    return node if filled[1] > filled[0] else earlier
 
 
 def _timed(node: Node, issues: Issues) -> Node:
@@ -90,8 +90,8 @@ def _timed(node: Node, issues: Issues) -> Node:
 
 def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[str, str]]:
     """The root, and the parent of every other node."""
-    known = {node.id: node for node in nodes}
-    parents = {node.id: node.parent for node in nodes if node.parent in known}
+    by_id = {node.id: node for node in nodes}
+    parents = {node.id: node.parent for node in nodes if node.parent in by_id}
     _cut_cycles(nodes, parents, issues)
     tops = sorted((node for node in nodes if node.id not in parents), key=lambda node: node.start)
     roots = [node for node in tops if not node.parent]
@@ -120,7 +120,7 @@ def _parents(nodes: list[Node], trace: str, issues: Issues) -> tuple[Node, dict[
     late = [
         n
         for n in nodes
-        if n.start and (p := known.get(parents.get(n.id, ""))) and p.start > n.start
+        if n.start and (p := by_id.get(parents.get(n.id, ""))) and p.start > n.start
     ]
     if late:
         issues.add(
@@ -148,14 +148,14 @@ def _cut_cycles(nodes: list[Node], parents: dict[str, str], issues: Issues) -> N
         clear.update(path)
 
 
-def _roles(own: dict[str, str], parents: dict[str, str]) -> dict[str, str]:
-    """The role of each node: its own, or that of its nearest ancestor with one; "": none. own: the
-    role that each node names itself."""
-    found: dict[str, str] = {}
-    for start in own:
+def _roles(named_roles: dict[str, str], parents: dict[str, str]) -> dict[str, str]:
+    """The role of each node: its own, or that of its nearest ancestor with one; "": none.
+    named_roles: the role that each node names itself."""
+    roles: dict[str, str] = {}
+    for start in named_roles:
         at, path = start, [start]
-        while not own[at] and at not in found and at in parents:
+        while not named_roles[at] and at not in roles and at in parents:
             at = parents[at]
             path.append(at)
-        found |= dict.fromkeys(path, found.get(at) or own[at])
-    return found
+        roles |= dict.fromkeys(path, roles.get(at) or named_roles[at])
+    return roles

@@ -77,8 +77,8 @@ def _needs_container(dockerfile: str, task: HarborTask, tests: Mapping[str, str]
         yield f"has {used} in its Dockerfile, which nothing runs without a container"
     for name, text in tests.items():
         code = "\n".join(_lines(text))
-        if found := INSTALLS.search(code) or ABSOLUTE.search(code):
-            yield f"uses {found[0]} in tests/{name}, which would be that of this machine"
+        if match := INSTALLS.search(code) or ABSOLUTE.search(code):
+            yield f"uses {match[0]} in tests/{name}, which would be that of this machine"
 
 
 def _lines(text: str) -> list[str]:
@@ -88,15 +88,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _texts(folder: Path, id: str) -> dict[str, str]:
-    found = {}
-    for file in (one for one in sorted(folder.rglob("*")) if one.is_file()):
+    texts = {}
+    for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
         try:
-            found[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
+            texts[file.relative_to(folder).as_posix()] = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UnsupportedTask(
                 f"the Harbor task {id!r} has a file that is not text: {file}"
             ) from None
-    return found
+    return texts
 
 
 def swe(file: str, repositories: str, *, python: str = "python3") -> list[dict[str, Json]]:
@@ -217,11 +217,11 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
         mutants = list(_mutants(whole, name))
     except (ImportError, TypeError, OSError) as error:
         raise ConfigError(f"{function!r} is not a function with a Python source: {error}") from None
-    asked = {"whole": whole, "name": name, "cases": [repr(case) for case in cases]}
-    asked["texts"] = ["", *(text for text, _ in mutants)]
+    request = {"whole": whole, "name": name, "cases": [repr(case) for case in cases]}
+    request["texts"] = ["", *(text for text, _ in mutants)]
     done = subprocess.run(
         [sys.executable, "-I", "-c", CHILD],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         timeout=60 + 10 * CALL_SECONDS * len(mutants),
@@ -230,7 +230,7 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"{function!r}: its module does not run by itself: {why}")
-    wanted, *given = json.loads(done.stdout)
+    wanted, *outputs = json.loads(done.stdout)
     file, tasks = f"{module}_{name}".replace(".", "_"), list[dict[str, Json]]()
     methods = "".join(
         f"    def test_{n}(self):\n        self.assertEqual(answer(CASES[{n}]), {answer!r})\n\n"
@@ -238,10 +238,10 @@ def bugs(function: str, cases: Sequence[tuple[Any, ...]]) -> list[dict[str, Json
     )
     listed = "".join(f"    {case!r},\n" for case in cases)
     test = TEST.format(module=file, name=name, cases=listed, methods=methods)
-    for (_, source), said in zip(mutants, given, strict=True):
-        if said != wanted:
-            pairs = enumerate(zip(wanted, said, strict=False))
-            wrong = next((n for n, (right, other) in pairs if right != other), 0)
+    for (_, source), output in zip(mutants, outputs, strict=True):
+        if output != wanted:
+            pairs = enumerate(zip(wanted, output, strict=False))
+            wrong = next((n for n, (right, actual) in pairs if right != actual), 0)
             call = f"{name}({', '.join(map(repr, cases[wrong]))})"
             words = f"{file}.py has one bug, in the function {name}. For example, {call} must give"
             words += f" {wanted[wrong]}. Fix it."

@@ -77,9 +77,9 @@ class Machine(msgspec.Struct, frozen=True):
 def _megabytes(key: str, size: str | int | None) -> int:
     if size is None:
         return 0
-    if (found := SIZE.fullmatch(str(size).strip())) is None:
+    if (match := SIZE.fullmatch(str(size).strip())) is None:
         raise ValueError(f"[environment] {key} = {size!r}: write it as '2G' or '512M'")
-    return int(float(found[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[found[2].upper()])
+    return int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2].upper()])
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -216,15 +216,15 @@ def task_folders(folder: Path) -> dict[str, Path]:
     """The tasks in a folder by their ids: their paths below it. Raises ConfigError if there is
     none."""
     files = sorted(folder.glob(f"**/{TASK}")) if folder.is_dir() else []
-    found: dict[str, Path] = {}
+    tasks: dict[str, Path] = {}
     for parent in (file.parent for file in files):
-        if not any(above in found.values() for above in parent.parents):  # a task's own files
-            found[parent.relative_to(folder).as_posix() if parent != folder else parent.name] = (
+        if not any(above in tasks.values() for above in parent.parents):  # a task's own files
+            tasks[parent.relative_to(folder).as_posix() if parent != folder else parent.name] = (
                 parent
             )
-    if not found:
+    if not tasks:
         raise ConfigError(f"{folder} has no Harbor task: a folder with a {TASK}")
-    return found
+    return tasks
 
 
 def read_task(folder: Path, id: str, variables: Collection[str] = ()) -> HarborTask:
@@ -267,8 +267,8 @@ def digest_of(folder: Path) -> str:
         name = path.relative_to(folder).as_posix()
         if path.is_file() and not IGNORED.intersection(path.relative_to(folder).parts):
             with path.open("rb") as file:
-                own = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{name}\0{os.access(path, os.X_OK)}\0{own}\0".encode())
+                file_digest = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(f"{name}\0{os.access(path, os.X_OK)}\0{file_digest}\0".encode())
     return total.hexdigest()
 
 
@@ -276,7 +276,7 @@ def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str
     """Variables with `${NAME}` and `${NAME:-default}` replaced by those of this machine that match
     one of the patterns `allowed`; others have their default. Raises ConfigError for one without a
     default that is not set, or not allowed."""
-    found = {}
+    result = {}
     for key, value in variables.items():
         if match := VARIABLE.fullmatch(value):
             default: str | None = match[2]
@@ -290,8 +290,8 @@ def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str
             if default is None and name not in os.environ:
                 raise ConfigError(f"the task needs the variable {name}, which is not set here")
             value = (os.environ.get(name, default) if may else default) or ""
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _table(folder: Path) -> TaskFile:
@@ -308,28 +308,30 @@ def _instruction(file: Path) -> str:
 
 
 def _step(folder: Path, about: TaskFile, step: StepTable) -> HarborStep:
-    own = folder
+    step_folder = folder
     if about.steps:
         if step.name in ("", ".", "..") or "/" in step.name or "\0" in step.name:
             raise ValueError(f"the name of a step must be that of a folder, not {step.name!r}")
-        own = folder / "steps" / step.name
+        step_folder = folder / "steps" / step.name
     verifier = _verifier(about.verifier, step.verifier)
-    judge = _judge(folder, own, about, step, verifier)
-    tests = tuple(dict.fromkeys((folder / "tests", own / "tests")))
+    judge = _judge(folder, step_folder, about, step, verifier)
+    tests = tuple(dict.fromkeys((folder / "tests", step_folder / "tests")))
     if not (judge and judge.has_tests) and not any((test / "test.sh").is_file() for test in tests):
-        raise ValueError(f"there is no {own.relative_to(folder) / 'tests/test.sh'}")
-    solution = own / "solution"
+        raise ValueError(f"there is no {step_folder.relative_to(folder) / 'tests/test.sh'}")
+    solution = step_folder / "solution"
     wanted = {} if step.min_reward is None else step.min_reward
     entries = [*about.artifacts, *step.artifacts]
     listed = [Artifact(entry) if isinstance(entry, str) else entry for entry in entries]
-    if not any(one.source.rstrip("/") == ARTIFACTS for one in listed):
+    if not any(artifact.source.rstrip("/") == ARTIFACTS for artifact in listed):
         listed.insert(0, Artifact(ARTIFACTS))
-    if wrong := next((one.source for one in listed if ".." in one.source.split("/")), ""):
+    if wrong := next(
+        (artifact.source for artifact in listed if ".." in artifact.source.split("/")), ""
+    ):
         raise ValueError(f"an artifact leads out of its folder: {wrong!r}")
     return HarborStep(
         name=step.name,
-        instruction=_instruction(own / "instruction.md"),
-        files=own / "workdir" if step.name else None,
+        instruction=_instruction(step_folder / "instruction.md"),
+        files=step_folder / "workdir" if step.name else None,
         tests=tests,
         solution=solution if solution.is_dir() else folder / "solution",
         seconds=_first(step.agent.timeout_sec, about.agent.timeout_sec),
@@ -356,7 +358,7 @@ def _verifier(task: VerifierTable, step: VerifierTable) -> VerifierTable:
 
 
 def _judge(
-    folder: Path, own: Path, about: TaskFile, step: StepTable, verifier: VerifierTable
+    folder: Path, step_folder: Path, about: TaskFile, step: StepTable, verifier: VerifierTable
 ) -> Judge | None:
     """The separate container of the verifier. Its image is that of the step's or the task's
     verifier, or is built from their tests, or is that of the agent."""
@@ -366,10 +368,12 @@ def _judge(
     network = verifier.network_mode or machine.network
     levels = [(about.verifier.environment, folder / "tests")]
     if step.name:
-        levels.insert(0, (step.verifier.environment, own / "tests"))
-    for given, tests in levels:
-        if given is not None and given.docker_image:
-            return Judge(ContainerImage(given.docker_image), machine, network, has_tests=True)
+        levels.insert(0, (step.verifier.environment, step_folder / "tests"))
+    for verifier_machine, tests in levels:
+        if verifier_machine is not None and verifier_machine.docker_image:
+            return Judge(
+                ContainerImage(verifier_machine.docker_image), machine, network, has_tests=True
+            )
         if (tests / DOCKERFILE).is_file():
             return Judge(ContainerImage(folder=tests), machine, network, has_tests=True)
     return Judge(_image(folder, about), machine, network, has_tests=False)
@@ -410,9 +414,9 @@ def _unsupported(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -
     """Why a task cannot be run here; each continues "the task ..."."""
     judges = [step.judge for step in steps if step.judge]
     folders = {folder / "environment", *(j.image.folder for j in judges if j.image.folder)}
-    compose = [one / name for one in folders for name in COMPOSE if (one / name).is_file()]
-    services = {one.service for step in steps for one in step.artifacts} | {
-        one.service for step in steps for one in step.verifier.collect
+    compose = [parent / name for parent in folders for name in COMPOSE if (parent / name).is_file()]
+    services = {artifact.service for step in steps for artifact in step.artifacts} | {
+        command.service for step in steps for command in step.verifier.collect
     }
     if compose or services - {None, "main"}:
         yield "needs several containers (docker-compose), which are not started here"

@@ -1,6 +1,6 @@
 """The verifier of tasks with hidden tests.
 
-They run in a fresh copy of the workspace, and may write rewards to files.
+The tests run in a fresh copy of the workspace, and may write rewards to files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ async def run_tests(task: Task, workspace: Any) -> float | dict[str, float]:
 def restore_runners(template: Path, repository: Path, tests: Container[str]) -> None:
     """Remove files of the agent that would replace a test runner's modules and could let every test
     pass."""
-    for name in (f"{one}{end}" for one in TEST_MODULES for end in (".py", "")):
+    for name in (f"{module}{end}" for module in TEST_MODULES for end in (".py", "")):
         file, first = repository / name, template / name
         if name in tests or not (file.is_symlink() or file.exists()):
             continue
@@ -99,12 +99,12 @@ def parse_results(text: str) -> dict[str, bool]:
 
 
 def _written(file: Path) -> dict[str, float]:
-    found = {}
-    for one in (file, file.with_suffix(".json")):
+    texts = {}
+    for path in (file, file.with_suffix(".json")):
         with contextlib.suppress(OSError):
-            found[f"reward{one.suffix}"] = one.read_text(encoding="utf-8", errors="replace")
+            texts[f"reward{path.suffix}"] = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return with_outcome(read_rewards(found))
+        return with_outcome(read_rewards(texts))
     except NoRewardError as error:
         raise TestsError(f"the hidden tests wrote {error}") from None
 
@@ -134,18 +134,18 @@ def with_outcome(rewards: Mapping[str, float], name: str = REWARD) -> dict[str, 
             f"several rewards to reward.json ({', '.join(rewards)}), and none is named {name!r};"
             " name the rollout's by the option `outcome`"
         )
-    own = name if name in rewards else next(iter(rewards))
-    return {"outcome": rewards[own]} | {k: v for k, v in rewards.items() if k != own}
+    chosen = name if name in rewards else next(iter(rewards))
+    return {"outcome": rewards[chosen]} | {k: v for k, v in rewards.items() if k != chosen}
 
 
 def _by_name(text: str) -> dict[str, float]:
     try:
-        found = json.loads(text)
+        decoded = json.loads(text)
     except ValueError:
         raise NoRewardError(f"no JSON to reward.json: {text.strip()[:80]!r}") from None
-    if not isinstance(found, dict) or not found:
+    if not isinstance(decoded, dict) or not decoded:
         raise NoRewardError(f"no names with numbers to reward.json: {text.strip()[:80]!r}")
-    return {name: _number(value, f"reward.json as {name!r}") for name, value in found.items()}
+    return {name: _number(value, f"reward.json as {name!r}") for name, value in decoded.items()}
 
 
 def _number(value: object, where: str) -> float:

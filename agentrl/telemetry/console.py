@@ -119,7 +119,7 @@ async def _print_lines(
     store: Store, progress: Progress, warnings: RunWarnings, *, quiet: bool
 ) -> None:
     printed, scored = -1, -1
-    every = max(1, progress.config.steps // PLAIN_LINES)
+    interval = max(1, progress.config.steps // PLAIN_LINES)
     await progress.update(store)
     if not quiet and (done := len(progress.committed)):
         warnings.console.print(RESUMED.format(done, progress.config.steps), highlight=False)
@@ -135,7 +135,7 @@ async def _print_lines(
                 warnings.console.print(line, highlight=False, soft_wrap=True)
             if row.step > printed and row.committed:
                 printed = row.step
-                if row.step % every == 0 or step_number(row.step) == progress.config.steps:
+                if row.step % interval == 0 or step_number(row.step) == progress.config.steps:
                     line = progress.line(row)
                     warnings.first(row.at)
                     warnings.console.print(line, highlight=False, soft_wrap=True)
@@ -190,16 +190,16 @@ class Progress:
         return [row for row in self.rows if row.committed]
 
     def seconds_left(self) -> float | None:
-        """Estimated from the last ten steps and from all evaluations. The first of each is left
-        out, because it includes the start of the agents. None before the first step."""
-        rows, steps, every = self.committed, self.config.steps, self.config.eval.every
+        """The estimated remaining seconds, from the last ten steps and all evaluations, without the
+        first of each, which includes the start of the agents. None before the first step."""
+        rows, steps, interval = self.committed, self.config.steps, self.config.eval.every
         if not rows:
             return None
         recent, done = rows[1:][-10:] or rows, len(rows)
         step = _step_seconds(recent)
-        found = {row.step: row.metrics.get("time/eval") for row in self.rows}
-        scored = {at: seconds for at, seconds in found.items() if seconds is not None}
-        planned = [*range(0, steps, every or steps), steps] if scored else []
+        times = {row.step: row.metrics.get("time/eval") for row in self.rows}
+        scored = {at: seconds for at, seconds in times.items() if seconds is not None}
+        planned = [*range(0, steps, interval or steps), steps] if scored else []
         due = sum(at not in scored for at in {*planned} if at >= done)
         seconds = [*scored.values()]
         return step * (steps - done) + due * fmean(seconds[1:] or seconds or [0.0])
@@ -362,11 +362,11 @@ def failures_of(metrics: Mapping[str, float]) -> str:
     """How many of a step's rollouts failed, by kind; empty if none did."""
     start = "rollouts/failed/"
     kinds = {name.removeprefix(start): n for name, n in metrics.items() if name.startswith(start)}
-    failed, every = metrics.get("rollouts/failed", 0.0), metrics.get("rollouts", metrics.get(EMPTY))
-    if not failed or every is None:
+    failed, total = metrics.get("rollouts/failed", 0.0), metrics.get("rollouts", metrics.get(EMPTY))
+    if not failed or total is None:
         return ""
     counted = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(kinds.items()))
-    return f"{failed:.0f} of {every:.0f} rollouts failed{f' ({counted})' if counted else ''}"
+    return f"{failed:.0f} of {total:.0f} rollouts failed{f' ({counted})' if counted else ''}"
 
 
 def console_level(*, quiet: bool, verbose: bool) -> int:
@@ -385,7 +385,7 @@ class LogFollower:
     level: int
     files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes read
-    # Count, last message.
+    # (level, kind of message) -> count, last message.
     _alike: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -406,7 +406,7 @@ class LogFollower:
                     self._say(f"{level}: {count - 1} more like it, the last one: {last}")
 
     def look(self, until: float = math.inf) -> None:
-        """Print lines that were logged until that time."""
+        """Print the new lines that were logged until that time, in unix seconds."""
         for file in filter(Path.is_file, self.files):
             with file.open("rb") as log:
                 log.seek(self._read.setdefault(file, 0))
@@ -417,11 +417,11 @@ class LogFollower:
                     self._print(file, line.decode("utf-8", "replace").rstrip("\n"))
 
     def _print(self, file: Path, line: str) -> None:
-        found = LINE.fullmatch(line)
+        match = LINE.fullmatch(line)
         levels = logging.getLevelNamesMapping() | {"PHASE": PHASE}
-        if found is None or levels.get(found[1], 0) < self.level:
+        if match is None or levels.get(match[1], 0) < self.level:
             return
-        level, sentence = found[1].lower(), found[3]
+        level, sentence = match[1].lower(), match[3]
         if level != "phase":
             kind = sentence if level == "info" else IDS.sub("#", sentence)
             count, _ = self._alike.get((level, kind), (0, ""))

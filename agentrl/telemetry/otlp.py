@@ -58,11 +58,12 @@ def spans_of(trace: Trace) -> list[Span]:
         if call.span in spans and _is_request(spans[call.span]):
             merged[call.span] = span.id
     root = _root_span(trace, [*trace.spans, *llm_spans.values()])
-    kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
-    kept.pop(root.id, None)
-    parents = _parents(kept, merged, root.id)
+    remaining = {id: span for id, span in spans.items() if id not in merged} | llm_spans
+    remaining.pop(root.id, None)
+    parents = _parents(remaining, merged, root.id)
     children = [
-        replace(span, parent=parents[span.id], attributes=_current(span)) for span in kept.values()
+        replace(span, parent=parents[span.id], attributes=_current(span))
+        for span in remaining.values()
     ]
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
@@ -105,7 +106,7 @@ def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str,
     elif request is None and call.span:  # the client exported its spans elsewhere
         id, parent = call.span, None
     start = int(call.started * 1e9)
-    made = Span(
+    new_span = Span(
         id=_id(call.id) if id in llm_spans else id,  # one request may ask for several samples
         attempt=call.attempt,
         parent=parent,
@@ -115,8 +116,8 @@ def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str,
         end=start + int(call.seconds * 1e9),
         attributes=about,
     )
-    recorded = _recorded_llm_span(request, made, spans, llm_spans) if request else None
-    return replace(recorded, attributes=recorded.attributes | about) if recorded else made
+    recorded = _recorded_llm_span(request, new_span, spans, llm_spans) if request else None
+    return replace(recorded, attributes=recorded.attributes | about) if recorded else new_span
 
 
 def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans) -> Span | None:
@@ -145,7 +146,7 @@ def _is_request(span: Span) -> bool:
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
     """The recorded span of the attempt, or a new one that covers `spans`."""
     rollout = trace.rollout
-    made = Span(
+    new_span = Span(
         id=_id(trace.attempt),
         attempt=trace.attempt,
         parent=None,
@@ -154,8 +155,8 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
         start=min((span.start for span in spans), default=0),
         end=max((span.end for span in spans), default=0),
     )
-    own = (span for span in trace.spans if span.parent is None and span.name == "attempt")
-    root = next(own, made)
+    recorded = (span for span in trace.spans if span.parent is None and span.name == "attempt")
+    root = next(recorded, new_span)
     about: dict[str, Json] = {
         OPERATION: "invoke_agent",
         "gen_ai.provider.name": PROVIDER,
@@ -188,7 +189,7 @@ def call_attributes(call: Transition) -> dict[str, Json]:
     """The attributes of one model call in all three conventions."""
     sampling, answer = call.sampling, call.answer or {}
     limits = asdict(sampling) | {"top_k": sampling.top_k or None, "override_agent": None}
-    given = {name: value for name, value in limits.items() if value is not None}
+    request_options = {name: value for name, value in limits.items() if value is not None}
     read, written = len(call.prompt), len(call.completion)
     finish = FINISH.get(call.finish, call.finish)
     output = _message(answer) | {"finish_reason": finish}
@@ -202,7 +203,7 @@ def call_attributes(call: Transition) -> dict[str, Json]:
         "gen_ai.input.messages": _json([_message(message) for message in call.messages]),
         "gen_ai.output.messages": _json([output]),
         "llm.model_name": call.policy,
-        "llm.invocation_parameters": _json(given),
+        "llm.invocation_parameters": _json(request_options),
         **_openinference_value("input", call.messages),
         **_openinference_value("output", answer.get("content") or answer),
         "agentrl.transition": call.id,
@@ -211,7 +212,7 @@ def call_attributes(call: Transition) -> dict[str, Json]:
         "agentrl.policy.version": call.version,
         "agentrl.exact": call.exact,
     }
-    attributes |= {f"gen_ai.request.{name}": value for name, value in given.items()}
+    attributes |= {f"gen_ai.request.{name}": value for name, value in request_options.items()}
     if call.exact or read or written:  # otherwise the numbers of tokens are unknown
         attributes |= {
             "gen_ai.usage.input_tokens": read,
@@ -237,8 +238,8 @@ def _tool_definition(tool: Mapping[str, Json]) -> dict[str, Json]:
     kind = str(tool.get("type") or "function")
     inner = tool.get(kind)
     about = inner if isinstance(inner, Mapping) else tool
-    known = {key: about[key] for key in ("name", "description", "parameters") if key in about}
-    return {"type": kind, "name": kind} | known
+    fields = {key: about[key] for key in ("name", "description", "parameters") if key in about}
+    return {"type": kind, "name": kind} | fields
 
 
 def _message(message: Mapping[str, Json]) -> dict[str, Json]:
@@ -355,12 +356,12 @@ async def send(
         httpx.AsyncClient(timeout=REQUEST_TIMEOUT, headers=dict(headers)) as client,
     ):
         batch: list[Span] = []
-        async for found in _traces(store, run, rollouts):
-            attempts, spans = attempts + 1, spans + len(found)
-            if batch and len(batch) + len(found) > SPANS_PER_REQUEST:
+        async for trace_spans in _traces(store, run, rollouts):
+            attempts, spans = attempts + 1, spans + len(trace_spans)
+            if batch and len(batch) + len(trace_spans) > SPANS_PER_REQUEST:
                 await _post(client, target, encode(batch, about))
                 batch = []
-            batch += found
+            batch += trace_spans
         if batch:
             await _post(client, target, encode(batch, about))
     return attempts, spans

@@ -99,16 +99,16 @@ def score_table(steps: list[StepRow], outcomes: Iterable[float] = ()) -> Table:
     """A table of held-out scores before and after training (or of the only evaluation), also by
     role, and the games of the first and last step. outcomes: of evaluated rollouts."""
     share = are_shares((row.metrics for row in steps), outcomes)
-    figures = [found for row in steps if (found := game_figures(row.metrics))]
+    figures = [row_figures for row in steps if (row_figures := game_figures(row.metrics))]
     steps = [row for row in steps if any(name.startswith("eval/") for name in row.metrics)] or steps
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
     table = _table("held-out tasks", *shown)
     named = {name for metrics in shown.values() for name in metrics}
-    every = sorted(named, key=lambda name: re.sub(r"\d+", lambda m: m[0].zfill(9), name))
+    ordered = sorted(named, key=lambda name: re.sub(r"\d+", lambda m: m[0].zfill(9), name))
     for key in ("eval/score", "eval/sampled"):
-        for name in every:
+        for name in ordered:
             bound = name.endswith(("_low", "_high"))
             if (name == key or name.startswith(f"{key}/")) and not bound:
                 title = key.removeprefix("eval/") if name == key else f"  {name[len(key) + 1 :]}"
@@ -144,10 +144,10 @@ def _table(title: str, *columns: str) -> Table:
 
 def _score(metrics: Mapping[str, float], name: str, share: bool) -> str:
     """A metric as text, with its confidence interval if it has one."""
-    known = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
-    if not known:
+    present = [metrics[key] for key in (name, f"{name}_low", f"{name}_high") if key in metrics]
+    if not present:
         return "-"
-    value, *bounds = (score_text(x, share, ".3g") for x in known)
+    value, *bounds = (score_text(x, share, ".3g") for x in present)
     return f"{value} ({' to '.join(bounds)})" if bounds else value
 
 
@@ -164,13 +164,13 @@ async def _outcomes(store: Store, config: RunConfig, steps: list[StepRow]) -> li
 async def _failures(store: Store, config: RunConfig) -> str:
     """A sentence with the number of failed rollouts, by kind, and the last message; without the
     trial rollouts that stopped earlier starts of the run."""
-    found = await store.search(
+    failures = await store.search(
         config.name, state=RolloutState.FAILED, limit=MAX_COUNTED_FAILURES, budget=5.0
     )
     first = await store.groups(config.name, purpose=Purpose.EVAL, step=0, limit=MAX_TRIALS)
     trials = {re.sub(r"\.\d+$", "", id): id for id in sorted(group.id for group in first)}
     ended = {group.id for group in first} - {*trials.values()}
-    rows = [row for row in found.rows if row.group not in ended]
+    rows = [row for row in failures.rows if row.group not in ended]
     if not rows:
         return ""
     kinds = Counter(row.error for row in rows if row.error is not None)
@@ -203,19 +203,19 @@ def untrained_sentences(steps: Iterable[StepRow]) -> list[str]:
 def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
     """Policy -> a sentence for the user, for policies that should have learned but had no calls:
     the agent may use other names for its roles."""
-    found = {}
+    sentences = {}
     for name in derived.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
         if calls and not any(calls):
-            own = [
+            roles = [
                 role for role, player in derived.policy_by_role(config).items() if player == name
             ]
             called = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
-            found[name] = (
+            sentences[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "
-                f"({', '.join(map(repr, own))}); the roles with calls are {called}"
+                f"({', '.join(map(repr, roles))}); the roles with calls are {called}"
             )
-    return found
+    return sentences
 
 
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
@@ -253,14 +253,14 @@ def figure(metrics: dict[str, float], key: str) -> str:
 
 
 def health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """The metrics of a step that show problems first. policy: the policy, if there are several."""
+    """The metrics of a step that are the first to show problems. policy: if there are several."""
     prefix = f"{policy}/" if policy else ""
     names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
     if metrics.get(f"{prefix}staleness/version_max"):
         names |= {"lag": "staleness/version_mean", "ESS": "sampler/ess"}
     keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
-    found = [f"{word} {figure(metrics, key)}" for word, key in keys.items()]
-    return [policy, *found] if policy and found else found
+    figures = [f"{word} {figure(metrics, key)}" for word, key in keys.items()]
+    return [policy, *figures] if policy and figures else figures
 
 
 def idle_sides(metrics: dict[str, float]) -> list[str]:
@@ -359,10 +359,10 @@ def function_names(steps: Sequence[StepRow]) -> dict[str, str]:
 
 def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
     """Role -> learning curve as (step, mean reward); empty for a single role."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for row in steps:
         for name, value in row.metrics.items():
             if name.startswith("role/") and name.endswith("/reward"):
                 role = name.removeprefix("role/").removesuffix("/reward")
-                found.setdefault(role, []).append((row.step, value))
-    return found
+                curves.setdefault(role, []).append((row.step, value))
+    return curves

@@ -81,8 +81,8 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
         """The position once `row` is written."""
         if row.committed:
             return SinkPosition(id=self.id, next=row.step + 1)
-        known = self.names if row.step == self.next else ()
-        return SinkPosition(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
+        written = self.names if row.step == self.next else ()
+        return SinkPosition(id=self.id, next=row.step, names=(*written, *sorted(row.metrics)))
 
     def unwritten(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
         """The parts of `rows` to write, in a run of `steps` steps. An uncommitted step may still
@@ -90,9 +90,9 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
         for row in rows:
             if row.step < self.next or not (row.committed or row.step == steps):
                 continue
-            known = self.names if row.step == self.next else ()
+            written = self.names if row.step == self.next else ()
             finite = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
-            if metrics := {name: finite[name] for name in finite if name not in known}:
+            if metrics := {name: finite[name] for name in finite if name not in written}:
                 yield msgspec.structs.replace(row, metrics=metrics)
 
 
@@ -166,7 +166,7 @@ METHODS = ("on_step", "on_evaluation")
 async def followed(
     store: Store, run: str, callbacks: Sequence[Any]
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
-    """Yields a coroutine function that calls the callbacks until it is cancelled; at the end they
+    """Yield a coroutine function that calls the callbacks until it is cancelled; at the end they
     are called for the remaining steps."""
     new = Followers(store, run, check_callbacks(callbacks))
     await new.call()  # skips the steps that exist already
@@ -176,9 +176,9 @@ async def followed(
 
 def check_callbacks(callbacks: Sequence[Any]) -> Sequence[Any]:
     """Return the callbacks. Raises AgentRLError for an object without a method of METHODS."""
-    for one in callbacks:
-        if not any(callable(getattr(one, name, None)) for name in METHODS):
-            raise AgentRLError(f"callback {one!r}: it has neither {' nor '.join(METHODS)}")
+    for callback in callbacks:
+        if not any(callable(getattr(callback, name, None)) for name in METHODS):
+            raise AgentRLError(f"callback {callback!r}: it has neither {' nor '.join(METHODS)}")
     return callbacks
 
 
@@ -187,7 +187,7 @@ class Followers:
 
     def __init__(self, store: Store, run: str, callbacks: Sequence[Any]) -> None:
         self._store, self._run, self._callbacks = store, run, callbacks
-        self._seen: dict[str, int] | None = None  # the last step of which each method was called
+        self._seen: dict[str, int] | None = None  # method -> the last step for which it was called
 
     async def follow(self) -> None:
         """Call the callbacks until cancelled. Raises TrainingError for an error of a callback."""
@@ -204,20 +204,20 @@ class Followers:
         }
         if self._seen is None:  # earlier steps of a resumed run were reported before
             self._seen = {name: max((r.step for r in of), default=-1) for name, of in news.items()}
-        found = [(row.step, name, row) for name, of in news.items() for row in of]
+        pending = [(row.step, name, row) for name, of in news.items() for row in of]
         # The evaluation with a step's number takes place before the step.
-        for step, name, row in sorted(found, key=lambda each: (each[0], each[1] == "on_step")):
+        for step, name, row in sorted(pending, key=lambda item: (item[0], item[1] == "on_step")):
             if step > self._seen[name]:
                 self._seen[name] = step
-                for one in self._callbacks:
-                    if method := getattr(one, name, None):
-                        await self._ask(method, name, one, row)
+                for callback in self._callbacks:
+                    if method := getattr(callback, name, None):
+                        await self._ask(method, name, callback, row)
 
-    async def _ask(self, method: Any, name: str, one: Any, row: StepRow) -> None:
+    async def _ask(self, method: Any, name: str, callback: Any, row: StepRow) -> None:
         try:
             await user_code.in_thread(method, row)
         except Exception as error:
-            who, cause = f"{type(one).__name__}.{name}", user_code.cause_of(error)
+            who, cause = f"{type(callback).__name__}.{name}", user_code.cause_of(error)
             where = step_in_words(row.step, Purpose.TRAIN if name == "on_step" else Purpose.EVAL)
             raise TrainingError(
                 f"the callback {who} raised {type(cause).__name__} at {where}: "
@@ -245,9 +245,8 @@ def main(config: RunConfig) -> None:
         thread.start()
     while os.read(0, 4096):  # sys.stdin would hold a lock for which the exit waits
         pass
-    timer = threading.Timer(
-        DRAIN_TIMEOUT + EXIT_GRACE, os._exit, [1]
-    )  # a backend may block the exit too
+    # A backend may block the exit, too.
+    timer = threading.Timer(DRAIN_TIMEOUT + EXIT_GRACE, os._exit, [1])
     timer.daemon = True
     timer.start()
     deadline = time.monotonic() + DRAIN_TIMEOUT

@@ -33,8 +33,8 @@ class Mlflow:
         self.client = MlflowClient(uri)
         self.separator = "." if uri.startswith("file:") or "://" not in uri else "/"
         project = config.metrics.project
-        found = self.client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self.client.create_experiment(project)
+        existing = self.client.get_experiment_by_name(project)
+        experiment = existing.experiment_id if existing else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{position.id}'")
         self.run = runs[0] if runs else self._create(experiment, config, position)
         self.client.update_run(self.run.info.run_id, status="RUNNING")  # even if it had ended
@@ -92,8 +92,8 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for part in split_step(row):
-            known = sorted(part.metrics.items())
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in known]
+            metrics = sorted(part.metrics.items())
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics]
             event = Event(wall_time=row.at, step=part.step, summary=Summary(value=values))
             self.writer.add_event(event)
         self.writer.flush()

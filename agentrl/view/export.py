@@ -45,7 +45,7 @@ PROTOCOL |= {"name", "arguments"}
 TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
 TEXTS |= {"rewards", "note", "texts", "text", "seed", "question"}
 BARE: dict[str, Any] = {"layout": "bare.html", "export": True}
-# Two parts of an address, its query, the page, values.
+# The two parts of an address, its query, the page, and further values of its template.
 Exported = tuple[tuple[str, str], str, Page, dict[str, Any]]
 RECORDS = {"failure", "transitions", "rewards"}  # fields with other records
 READ = {"trace", "rollouts", "failures", "attempts", "sides", "calls"}
@@ -64,27 +64,27 @@ class Redaction:
         of objects are searched, too, except keys of the protocol in messages."""
         if isinstance(value, str):
             parts = BLOCK.split(value)  # hidden parts, and the text between them
-            parts[::2] = [self._pattern.sub(self._block, one) for one in parts[::2]]
+            parts[::2] = [self._pattern.sub(self._block, part) for part in parts[::2]]
             return "".join(parts)
         if isinstance(value, dict):
             return {
-                self._key(key, free): self.hide(one, free=free or key in FREE)
-                for key, one in value.items()
+                self._key(key, free): self.hide(item, free=free or key in FREE)
+                for key, item in value.items()
             }
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)(self.hide(one, free=free) for one in value)
+            return type(value)(self.hide(item, free=free) for item in value)
         return value
 
     def _key(self, key: Any, free: bool) -> Any:
         return self.hide(key) if free and key not in PROTOCOL else key
 
-    def _block(self, found: re.Match[str]) -> str:
-        number = self._numbers.setdefault(found[0], len(self._numbers) + 1)
-        return f"{HIDDEN}{number}" if found[0] else ""
+    def _block(self, match: re.Match[str]) -> str:
+        number = self._numbers.setdefault(match[0], len(self._numbers) + 1)
+        return f"{HIDDEN}{number}" if match[0] else ""
 
     def hide_tokens(self, values: dict[str, Any]) -> None:
         """Hide the text and ids of tokens that overlap with a match."""
-        at, spans = 0, [one.span() for one in self._pattern.finditer("".join(values["text"]))]
+        at, spans = 0, [match.span() for match in self._pattern.finditer("".join(values["text"]))]
         for i, piece in enumerate(values["text"]):
             if any(start < at + len(piece) and at < end for start, end in spans):
                 values["text"][i], values["ids"][i] = HIDDEN, None
@@ -110,8 +110,8 @@ class RedactedStore:
 
     async def _documents(self, run: str, kind: str, *, after: str = "") -> dict[str, Any]:
         """Redact documents; ids and states stay, as in records."""
-        found = await self._store.documents(run, kind, after=after)
-        return {key: self._hide_texts(one) for key, one in found.items()}
+        documents = await self._store.documents(run, kind, after=after)
+        return {key: self._hide_texts(document) for key, document in documents.items()}
 
     def _hide_texts(self, fields: dict[str, Any]) -> dict[str, Any]:
         hidden = {
@@ -123,16 +123,16 @@ class RedactedStore:
         return fields | hidden
 
     def hide(self, value: Any) -> Any:
-        """Records, at any depth of a verb's answer, with texts that have no match."""
+        """The answer of a verb, in which the records at any depth have their matches hidden."""
         if isinstance(value, msgspec.Struct):
-            own = self._hide_texts(asdict(value))
-            if isinstance(own.get("rollout"), msgspec.Struct):
-                own["rollout"] = self.hide(own["rollout"])
-            return type(value)(**own)
+            fields = self._hide_texts(asdict(value))
+            if isinstance(fields.get("rollout"), msgspec.Struct):
+                fields["rollout"] = self.hide(fields["rollout"])
+            return type(value)(**fields)
         if isinstance(value, dict):
-            return {key: self.hide(one) for key, one in value.items()}
+            return {key: self.hide(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.hide(one) for one in value]
+            return [self.hide(item) for item in value]
         return self._redaction.hide(value)
 
 
@@ -154,7 +154,7 @@ async def export(
         redaction = Redaction(re.compile(redact)) if redact else None
     except re.error as error:
         raise ConfigError(f"--redact {redact!r} is not a regular expression: {error}") from None
-    hide: Callable[[Any], Any] = redaction.hide if redaction else lambda one: one
+    hide: Callable[[Any], Any] = redaction.hide if redaction else lambda value: value
     using = hiding(hide) if redaction else environment()
     pages = Pages(cast(Store, RedactedStore(store, redaction)) if redaction else store)
     chosen, total = await _chosen(store, run, rollouts)
@@ -196,7 +196,7 @@ async def export(
 
 
 async def _write_images(out: TextIO, images: AsyncIterator[Image], limit: int) -> int:
-    """Write images until their files have `limit` bytes; returns how many there are."""
+    """Write images until their files have `limit` bytes; returns how many were written."""
     written, size = 0, 0
     async for image in images:
         size += len(image.body)
@@ -235,12 +235,14 @@ async def _pages(
         steps |= {step_number(first.step, first.purpose)} if first.step >= 0 else set()
         steps |= set() if first.trained is None else {step_number(first.trained)}
         yield ("/group", group), "", page, {}
-        async for one in _rollouts(pages, redaction, ids):
-            yield one
-    own = {id for ids in chosen.values() for id in ids}
-    examples = [one.rollout for one in front.values["examples"] if one.rollout not in own]
-    async for one in _rollouts(pages, redaction, examples):
-        yield one
+        async for exported in _rollouts(pages, redaction, ids):
+            yield exported
+    chosen_ids = {id for ids in chosen.values() for id in ids}
+    examples = [
+        example.rollout for example in front.values["examples"] if example.rollout not in chosen_ids
+    ]
+    async for exported in _rollouts(pages, redaction, examples):
+        yield exported
     for step in sorted(steps):
         yield (f"/step/{step}", run), "", await pages.step(run, step), {}
 
@@ -279,18 +281,18 @@ async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list
     sample = re.fullmatch(r"sample:(\d+)", rollouts)
     if not sample and rollouts not in ("all", "failures"):
         raise ConfigError(f"--rollouts {rollouts}: write all, failures or sample:N")
-    found, total, before = list[tuple[str, str]](), 0, None
+    pairs, total, before = list[tuple[str, str]](), 0, None
     while rows := await store.groups(run, before=before, limit=GROUPS_PER_READ):
         before = rows[-1].id
         for row in rows:
             total += len(row.rollouts)
             for id, state in zip(row.rollouts, row.states, strict=True):
                 if rollouts != "failures" or state is RolloutState.FAILED:
-                    found.append((row.id, id))
-    if sample and int(sample[1]) < len(found):
-        found = sorted(random.Random(0).sample(found, int(sample[1])), reverse=True)
+                    pairs.append((row.id, id))
+    if sample and int(sample[1]) < len(pairs):
+        pairs = sorted(random.Random(0).sample(pairs, int(sample[1])), reverse=True)
     chosen: dict[str, list[str]] = {}
-    for group, id in found:
+    for group, id in pairs:
         chosen.setdefault(group, []).append(id)
     return chosen, total
 
@@ -337,8 +339,8 @@ def show(name: str, *, store: str | None = None, call: int = 0) -> Shown:
         url = store or pool.submit(store_with, name).result()
         page, values, images = pool.submit(asyncio.run, _read(url, name, call)).result()
     style = (STATIC / "view.css").read_text()
-    given: Any = {"style": style, "values_of": values, "image_urls": images}
-    document = render(page, layout="notebook.html", export=True, **given)
+    context: Any = {"style": style, "values_of": values, "image_urls": images}
+    document = render(page, layout="notebook.html", export=True, **context)
     return Shown(page.title, document, 620)
 
 

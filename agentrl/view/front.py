@@ -1,5 +1,5 @@
 """The first screen of a run: the improvement, its reasons, and one success and one failure as text.
-Also values of other pages: lists of groups with tasks, and in games the outcome of a seat; all
+Also values of other pages: groups with their tasks and, in games, the outcome of a seat; all
 settings as tables, changed ones first; the output of `agentrl explain` as tables of rewards and of
 the steps from them to each call's weight (unknown lines are kept as notes).
 """
@@ -41,8 +41,8 @@ from agentrl.transcript import best_title
 from agentrl.view import records
 from agentrl.view.records import Album, Paging, Picture
 
-READING_PATIENCE = 3.0  # seconds that a page waits for reasons, else shown at the next visit
-REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which cost it time
+READING_PATIENCE = 3.0  # seconds for which a page waits for reasons; later ones need a reload
+REASONS_PAUSE = 30.0  # seconds between two readings of a running run, which slow it down
 EVALUATIONS = 12  # evaluations that are read
 RECENT_GROUPS = 24  # training groups that are searched for an example
 MESSAGES, MAX_EXAMPLE_CHARS = 6, 480  # of an example: messages, and characters of each
@@ -74,12 +74,12 @@ class TaskRow(NamedTuple):
 
     @property
     def last(self) -> float | None:
-        return next((one for one in reversed(self.outcomes) if one is not None), None)
+        return next((outcome for outcome in reversed(self.outcomes) if outcome is not None), None)
 
     @property
     def trend(self) -> float:
-        known = [one for one in self.outcomes if one is not None]
-        return known[-1] - known[0] if len(known) > 1 else 0.0
+        present = [outcome for outcome in self.outcomes if outcome is not None]
+        return present[-1] - present[0] if len(present) > 1 else 0.0
 
 
 class Reasons:
@@ -87,7 +87,7 @@ class Reasons:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
+        self._readings: dict[str, tuple[float, float, asyncio.Task[list[dict[str, Any]]]]] = {}
 
     async def of(self, state: RunState, at: float) -> list[dict[str, Any]] | None:
         """For each policy its `name`, number of `steps`, whether it `improved`, the verdict
@@ -95,11 +95,11 @@ class Reasons:
         if not state.config:
             return []
         now = time.monotonic()
-        of, since, reading = self._known.get(state.identity, (math.nan, -math.inf, None))
+        of, since, reading = self._readings.get(state.identity, (math.nan, -math.inf, None))
         fresh = of == at or (state.owned_until > time.time() and now - since < REASONS_PAUSE)
         if reading is None or not fresh:
             reading = asyncio.ensure_future(self._read(state.run))
-            self._known[state.identity] = at, now, reading
+            self._readings[state.identity] = at, now, reading
         done, _ = await asyncio.wait({reading}, timeout=READING_PATIENCE)
         return reading.result() if done else None
 
@@ -143,7 +143,7 @@ async def examples(
     groups = [*held_out, *trained]
     if game and (seats := await _games(store, album, run, groups)):
         return seats
-    good = next((one for row in groups if (one := _pick(row, good=True))), None)
+    good = next((picked for row in groups if (picked := _pick(row, good=True))), None)
     bad, same = None, ""
     if good is not None and held_out and good[0] is held_out[0]:
         at = good[0].rollouts.index(good[1])
@@ -151,15 +151,15 @@ async def examples(
         bad = _pick(held_out[0], good=False)
         if bad is None and (row := next(later, None)) is not None:
             bad, same = (row, row.rollouts[at]), ", the same task"
-    bad = bad or next((one for row in groups if (one := _pick(row, good=False))), None)
-    made = []
+    bad = bad or next((picked for row in groups if (picked := _pick(row, good=False))), None)
+    shown = []
     if good is not None:
         row, id = good
         title = best_title(row.outcomes[row.rollouts.index(id)] or 0.0, share=share)
-        made.append(await _example(store, album, title, row, id, good=True))
+        shown.append(await _example(store, album, title, row, id, good=True))
     if bad is not None:
-        made.append(await _example(store, album, "A failure", *bad, good=False, note=same))
-    return [one for one in made if one is not None]
+        shown.append(await _example(store, album, "A failure", *bad, good=False, note=same))
+    return [example for example in shown if example is not None]
 
 
 async def _games(
@@ -170,21 +170,21 @@ async def _games(
     if row is None:
         return []
     scored = [
-        (reward.value, reward.target, one.id)
-        for one in await store.rollouts(run, group=row.id)
-        for reward in one.rewards
+        (reward.value, reward.target, rollout.id)
+        for rollout in await store.rollouts(run, group=row.id)
+        for reward in rollout.rewards
         if reward.scope is Scope.ROLE and reward.name == "outcome"
     ]
     seat = min((seat for _, seat, _ in scored if seat), default=None)
-    own = sorted((value, id) for value, target, id in scored if target == seat)
-    if not own or own[0][0] >= own[-1][0]:
+    seat_values = sorted((value, id) for value, target, id in scored if target == seat)
+    if not seat_values or seat_values[0][0] >= seat_values[-1][0]:
         return []
-    made = []
-    for (value, id), word in ((own[-1], "won"), (own[0], "lost")):
+    shown = []
+    for (value, id), word in ((seat_values[-1], "won"), (seat_values[0], "lost")):
         good = value > 0
         title = f"{seat} {word}"
-        made.append(await _example(store, album, title, row, id, good=good, outcome=value))
-    return [one for one in made if one is not None]
+        shown.append(await _example(store, album, title, row, id, good=good, outcome=value))
+    return [example for example in shown if example is not None]
 
 
 def _fails(row: GroupRow, at: int) -> bool:
@@ -196,9 +196,9 @@ def _fails(row: GroupRow, at: int) -> bool:
 def _pick(row: GroupRow, *, good: bool) -> tuple[GroupRow, str] | None:
     """The best rollout with an outcome above 0, or the first that failed."""
     if good:
-        known = [(row.outcomes[at] or 0.0, -at) for at in range(row.n) if not _fails(row, at)]
-        known = [(value, at) for value, at in known if value > 0]
-        return (row, row.rollouts[-max(known)[1]]) if known else None
+        successes = [(row.outcomes[at] or 0.0, -at) for at in range(row.n) if not _fails(row, at)]
+        successes = [(value, at) for value, at in successes if value > 0]
+        return (row, row.rollouts[-max(successes)[1]]) if successes else None
     bad = next((at for at in range(row.n) if _fails(row, at)), None)
     return None if bad is None else (row, row.rollouts[bad])
 
@@ -214,22 +214,24 @@ async def _example(
     note: str = "",
     outcome: float | None = None,
 ) -> ShownRollout | None:
-    found = await _ends(store, id)
-    if found is None:
+    ends = await _ends(store, id)
+    if ends is None:
         return None
-    trace, between = found
+    trace, between = ends
     pictures = await album.of(trace.rollout.run, trace.transitions)
     talk = [
-        one
-        for one in records.talk(trace.transitions, pictures)
-        if (one["text"] or one["tools"]) and one["role"] not in INSTRUCTION_ROLES
+        message
+        for message in records.talk(trace.transitions, pictures)
+        if (message["text"] or message["tools"]) and message["role"] not in INSTRUCTION_ROLES
     ]
-    for one in talk:
-        one["text"] = one["text"][:MAX_EXAMPLE_CHARS]
-        one["parts"] = [
-            x if isinstance(x, Picture) else x[:MAX_EXAMPLE_CHARS] for x in one["parts"]
+    for message in talk:
+        message["text"] = message["text"][:MAX_EXAMPLE_CHARS]
+        message["parts"] = [
+            x if isinstance(x, Picture) else x[:MAX_EXAMPLE_CHARS] for x in message["parts"]
         ]
-        one["tools"] = [(name, words[:MAX_EXAMPLE_CHARS], cut) for name, words, cut in one["tools"]]
+        message["tools"] = [
+            (name, words[:MAX_EXAMPLE_CHARS], cut) for name, words, cut in message["tools"]
+        ]
     outcome = row.outcomes[row.rollouts.index(id)] if outcome is None else outcome
     failure = trace.rollout.failure
     kind = "held-out" if row.purpose is Purpose.EVAL else "training"
@@ -283,46 +285,46 @@ async def held_out_tasks(
         key = records.text_of(row.task)
         places.setdefault(key, []).append(at)
         texts[key] = row.task
-    found = []
-    for key, own in places.items():
-        outcomes = [_mean(row, own) for row in order]
-        last = next((row for row in held_out if own[0] < row.n), widest)
-        found.append(TaskRow(records.gist(texts[key]), outcomes, last.rollouts[own[0]]))
-    return [row.step for row in order], sorted(found, key=_hardest)
+    task_rows = []
+    for key, indices in places.items():
+        outcomes = [_mean(row, indices) for row in order]
+        last = next((row for row in held_out if indices[0] < row.n), widest)
+        task_rows.append(TaskRow(records.gist(texts[key]), outcomes, last.rollouts[indices[0]]))
+    return [row.step for row in order], sorted(task_rows, key=_hardest)
 
 
-def training_tasks(found: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
-    """The same for training groups, by the numbers of recent steps."""
-    steps = sorted({one.row.step for one in found})
+def training_tasks(groups: Sequence[Listed]) -> tuple[list[int], list[TaskRow]]:
+    """The same for training groups: the numbers of recent steps, and the tasks, hardest first."""
+    steps = sorted({item.row.step for item in groups})
     by_task: dict[str, dict[int, GroupRow]] = {}
     texts: dict[str, str] = {}
-    for group, task, *_ in found:
+    for group, task, *_ in groups:
         key = records.text_of(task)
         by_task.setdefault(key, {})[group.step] = group
         texts[key] = records.gist(task)
-    made = []
+    task_rows = []
     for key, at in by_task.items():
         outcomes = [_mean(at[step], range(at[step].n)) if step in at else None for step in steps]
-        made.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
-    return [step_number(step) for step in steps], sorted(made, key=_hardest)
+        task_rows.append(TaskRow(texts[key], outcomes, at[max(at)].rollouts[0]))
+    return [step_number(step) for step in steps], sorted(task_rows, key=_hardest)
 
 
 def _mean(row: GroupRow, places: Sequence[int]) -> float | None:
-    known = [x for at in places if at < row.n and (x := row.outcomes[at]) is not None]
-    return sum(known) / len(known) if known else None
+    present = [x for at in places if at < row.n and (x := row.outcomes[at]) is not None]
+    return sum(present) / len(present) if present else None
 
 
 def _hardest(row: TaskRow) -> tuple[bool, float, float]:
-    """By the last outcome, then by all."""
-    known = [one for one in row.outcomes if one is not None]
-    return row.last is None, row.last or 0.0, sum(known) / max(len(known), 1)
+    """The sort key of a task: its last outcome, then the mean of all; those without come last."""
+    present = [outcome for outcome in row.outcomes if outcome is not None]
+    return row.last is None, row.last or 0.0, sum(present) / max(len(present), 1)
 
 
 async def tasks_of(store: Store, run: str, rows: Sequence[RolloutRow]) -> dict[str, str]:
     """One line per task, by rollout id, for a few groups."""
     groups = list(dict.fromkeys(row.group for row in rows))[:GROUPS_FOUND]
     read = await asyncio.gather(*(store.rollouts(run, group=group) for group in groups))
-    return {one.id: records.gist(one.task) for found in read for one in found}
+    return {rollout.id: records.gist(rollout.task) for rollouts in read for rollout in rollouts}
 
 
 async def completions(store: Store, run: str, number: int) -> list[dict[str, Any]]:
@@ -332,15 +334,15 @@ async def completions(store: Store, run: str, number: int) -> list[dict[str, Any
     for purpose, step in stored_steps(number).items():
         rows = rows or await store.rollouts(run, purpose=purpose, step=step, limit=COMPLETIONS)
     calls = await store.calls([row.id for row in rows])
-    found = []
+    completed = []
     for row in rows:
-        said = calls.get(row.id) or []
-        last = {"role": "assistant"} | (said[-1].answer or {}) if said else None
-        one = {"o": row, "task": records.gist(row.task), "calls": len(said)}
-        one["tokens"] = sum(len(call.completion) for call in said)
-        one["finish"] = said[-1].finish if said else ""
-        found.append(one | {"answer": last and records.message(last, -1)})
-    return found
+        row_calls = calls.get(row.id) or []
+        last = {"role": "assistant"} | (row_calls[-1].answer or {}) if row_calls else None
+        entry = {"o": row, "task": records.gist(row.task), "calls": len(row_calls)}
+        entry["tokens"] = sum(len(call.completion) for call in row_calls)
+        entry["finish"] = row_calls[-1].finish if row_calls else ""
+        completed.append(entry | {"answer": last and records.message(last, -1)})
+    return completed
 
 
 OUTCOME = "outcome"
@@ -369,40 +371,42 @@ async def listed(store: Store, run: str, rows: Sequence[GroupRow]) -> list[Liste
 async def _listed(store: Store, run: str, row: GroupRow) -> Listed:
     first = await store.rollouts(run, group=row.id, limit=1) if row.rollouts else []
     if first and row.step < 0:
-        return Listed(row, {"input": await _asked(store, first[0])})
+        return Listed(row, {"input": await _first_request(store, first[0])})
     if not first or len(_seats(first[0])) < 2:
         return Listed(row, first[0].task if first else {})
-    every = await store.rollouts(run, group=row.id)
-    if not (seat := deciding_seat(every)):
+    rollouts = await store.rollouts(run, group=row.id)
+    if not (seat := deciding_seat(rollouts)):
         return Listed(row, first[0].task)
-    got = {one.id: _seats(one) for one in every}
+    got = {rollout.id: _seats(rollout) for rollout in rollouts}
     outcomes = [got.get(id, {}).get(seat) for id in row.rollouts]
     share = all(0 <= x <= 1 for seats in got.values() for x in seats.values())
     return Listed(replace(row, outcomes=outcomes), first[0].task, seat, share)
 
 
-async def _asked(store: Store, session: Rollout) -> str:
+async def _first_request(store: Store, session: Rollout) -> str:
     """The first user message: a session has no task."""
     calls = (await store.calls([session.id])).get(session.id) or []
-    said = (one for call in calls[:1] for one in call.messages if one.get("role") == "user")
-    return records.gist(next(said, {}).get("content"))
+    requests = (
+        message for call in calls[:1] for message in call.messages if message.get("role") == "user"
+    )
+    return records.gist(next(requests, {}).get("content"))
 
 
 def deciding_seat(rollouts: Sequence[Rollout]) -> str:
     """The first seat of a game in which the rollout's outcome, the mean over all seats, is the same
     for any winner; empty if the outcome is informative."""
-    games = [seats for one in rollouts if len(seats := _seats(one)) > 1]
+    games = [seats for rollout in rollouts if len(seats := _seats(rollout)) > 1]
     if not any(len({*seats.values()}) > 1 for seats in games):
         return ""
     means = {round(fmean(seats.values()), 6) for seats in games}
-    whole = {round(x, 6) for one in rollouts if (x := one.reward()) == x}
+    whole = {round(x, 6) for rollout in rollouts if (x := rollout.reward()) == x}
     return min(games[0]) if len(means) == 1 and whole <= means else ""
 
 
 def seats(rollouts: Sequence[Rollout]) -> list[str]:
     """The seats of a game if their outcomes are more informative than the rollout's; else none."""
-    found = {seat for one in rollouts for seat in _seats(one)}
-    return sorted(found) if deciding_seat(rollouts) else []
+    names = {seat for rollout in rollouts for seat in _seats(rollout)}
+    return sorted(names) if deciding_seat(rollouts) else []
 
 
 def _seats(rollout: Rollout) -> dict[str, float]:
@@ -411,12 +415,12 @@ def _seats(rollout: Rollout) -> dict[str, float]:
     return {row.target: row.value for row in rows if row.target}
 
 
-def values(found: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
-    """Values for lists in templates. `percent`: whether the scores of the run are percentages."""
-    of = {one.row.id: one.seat for one in found if one.seat}
-    tasks = [records.gist(one.task) if one.task else "" for one in found]
-    percent = percent and all(one.share for one in found)
-    shown = {"groups": [one.row for one in found], "percent": percent}
+def values(groups: Sequence[Listed], *, percent: bool) -> dict[str, Any]:
+    """Values of templates that list groups. `percent`: whether the run's scores are percentages."""
+    of = {group.row.id: group.seat for group in groups if group.seat}
+    tasks = [records.gist(group.task) if group.task else "" for group in groups]
+    percent = percent and all(group.share for group in groups)
+    shown = {"groups": [group.row for group in groups], "percent": percent}
     return shown | {"group_tasks": tasks, "seats": of}
 
 
@@ -441,33 +445,33 @@ def read(text: str, calls: Sequence[CallRow] = (), at: int | None = None) -> dic
     """Values of the template: the summary (`verdict`), `rewards`, a page of `calls` with their
     steps and weight, `gates`, `notes`, `text`. at: a call on the page."""
     rewards: list[dict[str, str]] = []
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     verdict: list[str] = []
     gates: list[str] = []
     notes: list[str] = []
     order, place = {call.id: at for at, call in enumerate(calls)}, verdict
     for line in text.splitlines():
         if call := CALL.fullmatch(line):
-            found.append(call.groupdict() | {"at": order.get(call["id"]), "steps": []})
-            found[-1] |= {"weight": None, "notes": []}
+            entries.append(call.groupdict() | {"at": order.get(call["id"]), "steps": []})
+            entries[-1] |= {"weight": None, "notes": []}
         elif line.strip() in ("rewards", "none"):
             continue
         elif HEADING.fullmatch(line):
             place = notes
         elif line == "gates and penalties":
             place = gates
-        elif not found and (row := REWARD.fullmatch(line)):
+        elif not entries and (row := REWARD.fullmatch(line)):
             rewards.append(row.groupdict())
-        elif found and place is not gates and line.startswith(" "):
-            _of_call(found[-1], line)
+        elif entries and place is not gates and line.startswith(" "):
+            _of_call(entries[-1], line)
         elif line.strip():
             place.append(line.strip())
-    paging = Paging.of(len(found), at)
-    found = found[paging.first : paging.end]
-    for each in found:  # each step continues from the result of the previous one
-        depths = [step["depth"] for step in each["steps"]]
-        each["chain"] = len({*depths}) == len(depths)
-    shown = {"verdict": verdict, "rewards": rewards, "calls": found, "gates": gates}
+    paging = Paging.of(len(entries), at)
+    entries = entries[paging.first : paging.end]
+    for entry in entries:  # each step continues from the result of the previous one
+        depths = [step["depth"] for step in entry["steps"]]
+        entry["chain"] = len({*depths}) == len(depths)
+    shown = {"verdict": verdict, "rewards": rewards, "calls": entries, "gates": gates}
     return {**shown, "notes": notes, "text": text, "paging": paging}
 
 
@@ -508,15 +512,15 @@ class Setting(NamedTuple):
 
 def tables(config: Mapping[str, Any]) -> dict[str, list[Setting]]:
     """Table -> its settings."""
-    found: dict[str, list[Setting]] = {}
+    by_table: dict[str, list[Setting]] = {}
     defaults = _defaults()
     for key, value in flatten(config).items():
         table, dot, name = key.partition(".")
         shown = "set" if value and SECRET.search(key) else value
         changed = bool(defaults) and value != defaults.get(key) and value not in ("", [], None)
         row = Setting(name if dot else table, shown, changed)
-        found.setdefault(table if dot else TOP, []).append(row)
-    return {name: sorted(rows, key=lambda row: not row.changed) for name, rows in found.items()}
+        by_table.setdefault(table if dot else TOP, []).append(row)
+    return {name: sorted(rows, key=lambda row: not row.changed) for name, rows in by_table.items()}
 
 
 @cache

@@ -86,7 +86,7 @@ class Pages:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._kept: dict[tuple[str, int, int], Loaded] = {}
+        self._loaded: dict[tuple[str, int, int], Loaded] = {}
         self._spellings: dict[tuple[str, int, str], Spelling] = {}
         self._reasons = front.Reasons(store)
         self.album = Album(store)
@@ -115,9 +115,9 @@ class Pages:
         values["audited"] = bool(await self.store.documents(run, "audit"))
         values["reasons"] = await self._reasons.of(state, at)
         held_out = await front.evaluations(self.store, run)
-        given: Any = self.store, self.album, run, held_out
+        arguments: Any = self.store, self.album, run, held_out
         values["examples"] = await front.examples(
-            *given, game=values["game"], share=values["percent"]
+            *arguments, game=values["game"], share=values["percent"]
         )
         values |= await self._tasks(run, held_out, [])
         values["solved"] = values["unit"] and all(row.last == 1.0 for row in values["task_rows"])
@@ -135,7 +135,7 @@ class Pages:
         if query.get("sort") == "trend":
             values["task_rows"].sort(key=lambda row: row.trend)
         values |= {"run": run, "of": of, "both": bool(held_out)}
-        values["seat"] = next((one.seat for one in trained if one.seat), "")
+        values["seat"] = next((group.seat for group in trained if group.seat), "")
         return Page("tasks.html", f"{run} tasks", values | {"sort": query.get("sort") or "last"})
 
     async def _tasks(
@@ -145,16 +145,18 @@ class Pages:
             steps, rows = front.training_tasks(trained)
         else:
             steps, rows = await front.held_out_tasks(self.store, run, held_out)
-        known = (x for group in held_out for x in group.outcomes if x is not None)
-        unit = all(x.share for x in trained) and await summaries.read_shares(self.store, run, known)
+        outcomes = (x for group in held_out for x in group.outcomes if x is not None)
+        unit = all(x.share for x in trained) and await summaries.read_shares(
+            self.store, run, outcomes
+        )
         return {"task_steps": steps, "task_rows": rows, "all_tasks": len(rows), "unit": unit}
 
     async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
         """The points of curves from the step `after` on."""
         after = records.read_number(query, "after")
         start = -1 if after is None else after - 1
-        found = await self.store.series(run, names, after=start, points=summaries.CHART_POINTS)
-        curves = summaries.by_number(found)
+        series = await self.store.series(run, names, after=start, points=summaries.CHART_POINTS)
+        curves = summaries.by_number(series)
         return {name: records.finite(points) for name, points in curves.items()}
 
     async def step(self, run: str, step: int) -> Page:
@@ -183,25 +185,27 @@ class Pages:
             at = await self.store.steps(run, after=taken.get(name, 0) - 2, limit=1)
             rows.append((name, at[0].metrics if at else {}, last[RATING + name]))
         rows += [("now", last, last.get("selfplay/elo"))] if pool else []
-        table = [(name, [row.get(RATE + one) for one in pool], elo) for name, row, elo in rows]
+        table = [
+            (name, [row.get(RATE + opponent) for opponent in pool], elo) for name, row, elo in rows
+        ]
         values: Values = {"run": run, "pool": pool, "table": table, "last": last}
         values["served"] = await self.store.policies(run)
         values["running"] = state.owned_until > time.time()
-        found = await self._series(run, ["selfplay/elo"])
-        values["curve"] = records.curve(found["selfplay/elo"])
+        curves = await self._series(run, ["selfplay/elo"])
+        values["curve"] = records.curve(curves["selfplay/elo"])
         return Page("policies.html", f"{run} policies", values)
 
     async def data(self, name: str, query: Query) -> Page:
         """The items of a data set's version, by default the newest."""
-        versions = {one.version: one for one in await self.store.datasets(name)}
+        versions = {dataset.version: dataset for dataset in await self.store.datasets(name)}
         version = records.read_number(query, "version") or max(versions, default=0)
         after, split = records.read_number(query, "after"), query.get("split") or None
-        given: Any = {
+        filters: Any = {
             "split": split,
             "after": -1 if after is None else after,
             "limit": ITEMS_PER_PAGE,
         }
-        items = await self.store.items(name, version, **given)
+        items = await self.store.items(name, version, **filters)
         sides = await self.store.sides([name for item in items for name in item.sides])
         sources = {id for item in items for id in item.source.split()}
         traces = await asyncio.gather(*map(self.store.trace, sources))
@@ -217,12 +221,14 @@ class Pages:
         """The newest version of each data set, or of the data sets that were made from a run or
         used by it."""
         try:
-            found = {one.name: one for one in await self.store.datasets()}.values()
+            datasets = {dataset.name: dataset for dataset in await self.store.datasets()}.values()
         except Forbidden:  # the key is for one run, and data sets belong to the whole store
             return []
-        own = (state.config.get("data") or {}).get("name") if state else None
-        made = [(one, (one.spec.get("run"), one.spec.get("expert"))) for one in found]
-        return [x for x, runs in made if not state or x.name == own or state.run in runs]
+        used_name = (state.config.get("data") or {}).get("name") if state else None
+        with_runs = [
+            (dataset, (dataset.spec.get("run"), dataset.spec.get("expert"))) for dataset in datasets
+        ]
+        return [x for x, runs in with_runs if not state or x.name == used_name or state.run in runs]
 
     async def versions(self, run: str) -> Page:
         """The versions of a live run as lanes, with the decisions about them."""
@@ -231,8 +237,8 @@ class Pages:
     async def audit(self, run: str) -> Page:
         """The attacks on the run's verifier that got a reward in the newest audit."""
         await self._state(run)
-        found = (await self.store.documents(run, "audit")).get("report")
-        return Page("audit.html", f"{run} audit", {"run": run, "report": found})
+        report = (await self.store.documents(run, "audit")).get("report")
+        return Page("audit.html", f"{run} audit", {"run": run, "report": report})
 
     async def prompts(self, run: str) -> Page:
         """The candidates of the run's searches for prompts, each below its parent."""
@@ -248,17 +254,17 @@ class Pages:
         return Page("groups.html", f"{run} groups", values)
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
-        given: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
+        filters: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
         purpose, number = _choice(query, "purpose", Purpose), records.read_number(query, "step")
         if number is None:
-            rows = await self.store.groups(run, purpose=purpose, limit=limit, **given)
+            rows = await self.store.groups(run, purpose=purpose, limit=limit, **filters)
         else:
-            found = [
-                await self.store.groups(run, purpose=one, step=step, limit=limit, **given)
-                for one, step in stored_steps(number).items()
-                if purpose in (one, None)
+            per_purpose = [
+                await self.store.groups(run, purpose=kind, step=step, limit=limit, **filters)
+                for kind, step in stored_steps(number).items()
+                if purpose in (kind, None)
             ]
-            rows = sorted(chain(*found), key=lambda row: row.id, reverse=True)[:limit]
+            rows = sorted(chain(*per_purpose), key=lambda row: row.id, reverse=True)[:limit]
         listed = await front.listed(self.store, run, rows)
         more = rows[-1].id if len(rows) == limit else None
         percent = await summaries.read_shares(self.store, run)
@@ -268,7 +274,7 @@ class Pages:
         rows = await self.store.rollouts(run, group=group)
         if not rows:
             raise NotFound(f"run {run!r} has no group {group!r}; a prune may have removed it")
-        names = {row.name for one in rows for row in one.rewards if row.target is None}
+        names = {row.name for rollout in rows for row in rollout.rewards if row.target is None}
         names -= {front.OUTCOME} if front.seats(rows) else set()
         values: Values = {
             "run": run,
@@ -312,7 +318,7 @@ class Pages:
         values = {"run": row.run, "o": row, "spans": loaded.trace.spans}
         values["roles"] = sorted({call.role for call in loaded.outline})
         values["paging"] = loaded.paging
-        values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")
+        values["rewards"] = sorted(row.rewards, key=lambda reward: reward.target or "")
         values["calls"] = records.call_rows(
             loaded.trace,
             loaded.paging.first,
@@ -332,22 +338,22 @@ class Pages:
 
     async def tokens(self, id: str, calls: Sequence[int]) -> dict[str, Any]:
         """Call -> the values of its tokens, see `records.token_values`."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         pages: dict[int, list[int]] = {}
         for at in calls:
             pages.setdefault(at // records.CALLS_PER_PAGE, []).append(at)
-        for own in pages.values():
-            loaded = await self.load_call(id, own[0])
+        for positions in pages.values():
+            loaded = await self.load_call(id, positions[0])
             spell = self._speller(loaded)
             by_call = records.credit_by_call(loaded.outline, loaded.credits)
             k = records.baseline_count(loaded.outline, by_call)
-            for at in own:
+            for at in positions:
                 if not 0 <= at < loaded.paging.total:
                     raise NotFound(f"rollout {id!r} has no call {at}")
                 call = loaded.call(at)
-                given = call, by_call.get(call.id), spell(call.policy), k
-                found[str(at)] = records.token_values(*given)
-        return found
+                arguments = call, by_call.get(call.id), spell(call.policy), k
+                values[str(at)] = records.token_values(*arguments)
+        return values
 
     async def numbers(self, id: str, at: int) -> Page:
         """A table of a call's tokens, for readers without JavaScript."""
@@ -365,8 +371,8 @@ class Pages:
         try:
             call = (await self.load_call(id, at)).call(at)
             if what == "prompt":
-                known = await self.album.of(trace.rollout.run, [call])
-                images = [known.get(digest, LOST).label for digest in call.images]
+                pictures = await self.album.of(trace.rollout.run, [call])
+                images = [pictures.get(digest, LOST).label for digest in call.images]
                 return self._speller(loaded)(call.policy).prompt(call.prompt.tolist(), images)
             return records.text_of(call.answer if index == -1 else call.messages[index])
         except (IndexError, TypeError, NotFound):
@@ -397,8 +403,10 @@ class Pages:
         total = max(left.paging.total, right.paging.total)
         paging = records.Paging.of(total, at)
         a_here, b_here = (  # the shorter rollout may have no call on this page
-            one.trace if one.paging.first == paging.first else replace(one.trace, transitions=[])
-            for one in (left, right)
+            loaded.trace
+            if loaded.paging.first == paging.first
+            else replace(loaded.trace, transitions=[])
+            for loaded in (left, right)
         )
         spell_a, spell_b = self._speller(left), self._speller(right)
         rows = records.compared(a_here, b_here, spell_a, spell_b, paging.first)
@@ -418,7 +426,7 @@ class Pages:
         """The stored records of a rollout, with the page of its calls that has the call `at`.
         Raises NotFound if it has not started."""
         key = (id, (at or 0) // records.CALLS_PER_PAGE, await self.store.cursor())
-        if key not in self._kept:
+        if key not in self._loaded:
             outline, credits = await asyncio.gather(self.store.outline(id), self.store.credits(id))
             paging = records.Paging.of(len(outline), at)
             # Not `size`: the rollout may have made more calls since.
@@ -429,11 +437,11 @@ class Pages:
                     f"there is no rollout {id!r} that has begun; it may be queued, or a prune may "
                     "have removed it"
                 )
-            while len(self._kept) >= CACHED_ROLLOUTS:
-                del self._kept[next(iter(self._kept))]
+            while len(self._loaded) >= CACHED_ROLLOUTS:
+                del self._loaded[next(iter(self._loaded))]
             state = await self._state(trace.rollout.run)
-            self._kept[key] = Loaded(trace, paging, outline, credits, state)
-        return self._kept[key]
+            self._loaded[key] = Loaded(trace, paging, outline, credits, state)
+        return self._loaded[key]
 
     def _speller(self, loaded: Loaded) -> records.Spell:
         """A function from a policy of the rollout's run to its spelling, which is cached."""
@@ -457,13 +465,13 @@ class Pages:
         run: str,
         names: list[str],
         points: int = summaries.CHART_POINTS,
-        known: list[str] | None = None,
+        available: list[str] | None = None,
     ) -> Values:
-        """Metric -> curve; empty, without a query, if the run does not have the metric. `known`:
-        names of the run's metrics; None: read them."""
-        if known is None:
-            known = await self.store.metric_names(run)
-        wanted = [name for name in names if name in known]
+        """Metric -> curve; empty, without a query, if the run does not have the metric.
+        `available`: names of the run's metrics; None: read them."""
+        if available is None:
+            available = await self.store.metric_names(run)
+        wanted = [name for name in names if name in available]
         return {name: [] for name in names} | await self.store.series(run, wanted, points=points)
 
     async def _recent(self, state: RunState, steps: int) -> list[StepRow]:
@@ -482,8 +490,8 @@ async def _seconds(store: Store, run: str, steps: int) -> float:
 
 def _notes(state: RunState, recent: list[StepRow]) -> list[str]:
     """Notes on the last steps for the user: untrained calls, policies without calls."""
-    found = untrained_sentences(recent)
+    notes = untrained_sentences(recent)
     try:
-        return found + list(policies_without_calls(from_store(state.config), recent).values())
+        return notes + list(policies_without_calls(from_store(state.config), recent).values())
     except AgentRLError as error:
-        return [*found, str(error)]
+        return [*notes, str(error)]

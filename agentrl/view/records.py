@@ -89,10 +89,10 @@ def message(
             (function.get("name"), arguments[:MAX_TEXT_CHARS], len(arguments) > MAX_TEXT_CHARS)
         )
     parts = list(_parts(row.get("content"), pictures))
-    words = [one.label if isinstance(one, Picture) else one for one in parts]
+    words = [part.label if isinstance(part, Picture) else part for part in parts]
     text = "\n".join(words) if parts else text_of(row.get("content"))
-    found = {"role": str(row.get("role", "?")), "text": text[:MAX_TEXT_CHARS], "size": len(text)}
-    return found | {"tools": calls, "index": index, "parts": parts}
+    fields = {"role": str(row.get("role", "?")), "text": text[:MAX_TEXT_CHARS], "size": len(text)}
+    return fields | {"tools": calls, "index": index, "parts": parts}
 
 
 def _parts(content: Json, pictures: Mapping[str, Picture]) -> Iterable[str | Picture]:
@@ -115,7 +115,7 @@ PAGES_LISTED = 60  # links to pages, at regular distances if there are more
 
 
 class Paging(NamedTuple):
-    """The page of some calls: those from `first`, before `end`, of `total`."""
+    """A page of calls: those from `first` up to, but not including, `end`, of `total`."""
 
     first: int
     end: int
@@ -147,7 +147,7 @@ class Conversations:
     messages."""
 
     def __init__(self) -> None:
-        self.compared = 0  # messages that were looked at one by one
+        self.compared = 0  # messages that were examined singly
         self._ends: dict[bytes, int] = {}  # digest of a conversation -> its last call
         self._last: dict[str, tuple[Sequence[Any], list[bytes]]] = {}  # role -> its last call
         self._digests: dict[int, tuple[Any, bytes]] = {}  # id of a message -> it and its digest
@@ -157,28 +157,28 @@ class Conversations:
         conversation), and the number of its messages that are shown there. The longest common
         conversation counts, even if the agent has rewritten the answer in another form."""
         messages = call.messages
-        before, known = self._last.get(call.role, ([], []))
-        chain = [*known] if before and messages[: len(before)] == before else []
+        before, before_digests = self._last.get(call.role, ([], []))
+        chain = [*before_digests] if before and messages[: len(before)] == before else []
         for message in messages[len(chain) :]:
             chain.append(digest(b"".join([*chain[-1:], self._digest(message)])))
         self._last[call.role] = messages, chain
-        found: tuple[int | None, int] = None, 0
+        continued: tuple[int | None, int] = None, 0
         for n in range(len(chain), 0, -1):
             self.compared += 1
             if (parent := self._ends.get(chain[n - 1])) is not None:
                 more = messages[n : n + 1]
-                found = parent, n + (bool(more) and more[0].get("role") == "assistant")
+                continued = parent, n + (bool(more) and more[0].get("role") == "assistant")
                 break
         if chain:
             self._ends[chain[-1]] = at
-        return found
+        return continued
 
     def _digest(self, message: Json) -> bytes:
         self.compared += 1
-        if (known := self._digests.get(id(message))) is None:
-            known = message, digest(msgspec.json.encode(message, order="sorted"))
-            self._digests[id(message)] = known
-        return known[1]
+        if (cached := self._digests.get(id(message))) is None:
+            cached = message, digest(msgspec.json.encode(message, order="sorted"))
+            self._digests[id(message)] = cached
+        return cached[1]
 
 
 def shown_before(call: Transition, row: CallRow, outline: Sequence[CallRow]) -> int:
@@ -193,29 +193,29 @@ def shown_before(call: Transition, row: CallRow, outline: Sequence[CallRow]) -> 
 
 def depths(outline: Sequence[CallRow]) -> list[int]:
     """How often the conversation of each call has forked."""
-    found: list[int] = []
+    counts: list[int] = []
     for at, row in enumerate(outline):
-        found.append(0 if row.parent is None else found[row.parent] + (row.parent != at - 1))
-    return found
+        counts.append(0 if row.parent is None else counts[row.parent] + (row.parent != at - 1))
+    return counts
 
 
 def credit_by_call(outline: Sequence[CallRow], credits: Sequence[Credit]) -> dict[str, Credit]:
     """Call -> its credit from its own policy's training, else from another policy's."""
-    own = {call.id: call.policy for call in outline}
-    ordered = sorted(credits, key=lambda credit: credit.policy == own.get(credit.transition))
+    policies = {call.id: call.policy for call in outline}
+    ordered = sorted(credits, key=lambda credit: credit.policy == policies.get(credit.transition))
     return {credit.transition: credit for credit in ordered}
 
 
 def baseline_count(outline: Sequence[CallRow], credits: Mapping[str, Credit]) -> int:
     """The number of baselines of the step. A call stores all of them once, or once per token, and
     all calls have the same number."""
-    found: set[int] = set()
+    common: set[int] = set()
     for call in outline:
         if (credit := credits.get(call.id)) and (n := call.tokens):
             stored = len(credit.baseline)
-            one = {stored} if stored % n else {stored, stored // n}
-            found = found & one or one
-    return min(found, default=0)
+            possible = {stored} if stored % n else {stored, stored // n}
+            common = common & possible or possible
+    return min(common, default=0)
 
 
 def token_values(
@@ -224,13 +224,13 @@ def token_values(
     """The values of a call's tokens: lists with one value per token, a single value if all are
     equal, or none. `logp` is the sampler's, `baseline` has one list per baseline."""
     ids = list(call.completion)
-    found: dict[str, Any] = {"ids": ids, "text": spelling.pieces(ids)}
-    found["logp"] = [number(x) for x in call.logprobs]
-    found |= {key: [number(x) for x in getattr(credit, key, ())] for key in COLUMNS}
+    values: dict[str, Any] = {"ids": ids, "text": spelling.pieces(ids)}
+    values["logp"] = [number(x) for x in call.logprobs]
+    values |= {key: [number(x) for x in getattr(credit, key, ())] for key in COLUMNS}
     compared = [number(x) for x in credit.baseline] if credit else []
     width = len(compared) // max(baselines, 1)
-    found["baseline"] = [compared[i * width : (i + 1) * width] for i in range(baselines)]
-    return found
+    values["baseline"] = [compared[i * width : (i + 1) * width] for i in range(baselines)]
+    return values
 
 
 def call_rows(
@@ -245,16 +245,16 @@ def call_rows(
     position of the first of them in the rollout; `outline`: all calls of the rollout."""
     by_call, depth = credit_by_call(outline, credits), depths(outline)
     rewards: dict[str | None, list[Reward]] = {}
-    for one in trace.rollout.rewards:
-        rewards.setdefault(one.target, []).append(one)
+    for reward in trace.rollout.rewards:
+        rewards.setdefault(reward.target, []).append(reward)
     rows: list[dict[str, Any]] = []
     for at, call in enumerate(trace.transitions, first):
-        parent, known = outline[at].parent, shown_before(call, outline[at], outline)
+        parent, shown = outline[at].parent, shown_before(call, outline[at], outline)
         credit, spelling = by_call.get(call.id), spell(call.policy)
         row: dict[str, Any] = {"call": call, "at": at, "parent": parent, "credit": credit}
         row["fresh"], row["forked"] = parent is None and at > 0, parent not in (None, at - 1)
         row["depth"] = depth[at]
-        new = range(known, len(call.messages))
+        new = range(shown, len(call.messages))
         row["new"] = [message(call.messages[i], i, pictures) for i in new]
         row["exact"] = call.exact and len(call.completion) > 0
         row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
@@ -290,7 +290,7 @@ def nested(rows: Sequence[T], origin: Callable[[T], str]) -> list[tuple[int, T]]
 
 def first_difference(a: Sequence[CallRow], b: Sequence[CallRow]) -> int | None:
     """The first call at which the sampled tokens of two rollouts differ; None: nowhere."""
-    pairs = enumerate(zip_longest((one.sampled for one in a), (one.sampled for one in b)))
+    pairs = enumerate(zip_longest((call.sampled for call in a), (call.sampled for call in b)))
     return next((at for at, (x, y) in pairs if x != y), None)
 
 
@@ -301,7 +301,7 @@ def compared(
     diff of tokens, not of characters. `first`: the position of the first ones in their rollouts."""
     rows: list[dict[str, Any]] = []
     for at in range(max(len(a.transitions), len(b.transitions))):
-        calls = [one.transitions[at] if at < len(one.transitions) else None for one in (a, b)]
+        calls = [trace.transitions[at] if at < len(trace.transitions) else None for trace in (a, b)]
         ids = [list(call.completion) if call else [] for call in calls]
         texts = [
             spell(call.policy).pieces(list(call.completion)) if call else []
@@ -321,9 +321,9 @@ def item_talks(
 ) -> tuple[Any, Any]:
     """The common first messages of an item's completions, and the remaining messages of each."""
     talks = [talk(sides.get(name, []), pictures, item.steps) for name in item.sides]
-    both = zip(*(one[:-1] for one in talks), strict=False) if item.rejected else ()
+    both = zip(*(messages[:-1] for messages in talks), strict=False) if item.rejected else ()
     alike = len(list(takewhile(lambda two: two[0] == two[1], both)))
-    return talks[0][:alike], [one[alike:] for one in talks]
+    return talks[0][:alike], [messages[alike:] for messages in talks]
 
 
 def talk(
@@ -362,18 +362,24 @@ def curve(
 ) -> Any:
     """A curve as an SVG path with its extremes; None without a finite value. `span`, `bounds`:
     steps and values at the ends of the axes, by default those of the curve."""
-    known = [(x, y) for x, y in points if math.isfinite(y)]
-    if not known:
+    finite_points = [(x, y) for x, y in points if math.isfinite(y)]
+    if not finite_points:
         return None
-    low, high = min(y for _, y in known), max(y for _, y in known)
-    start, end = span or (known[0][0], known[-1][0])
+    low, high = min(y for _, y in finite_points), max(y for _, y in finite_points)
+    start, end = span or (finite_points[0][0], finite_points[-1][0])
     bottom, top = bounds or (low, high)
     wide, tall = max(end - start, 1) / width, ((top - bottom) or 1.0) / height
     path = "L".join(
-        f"{(x - start) / wide:.1f} {height - (y - bottom) / tall:.1f}" for x, y in known
+        f"{(x - start) / wide:.1f} {height - (y - bottom) / tall:.1f}" for x, y in finite_points
     )
-    size = {"width": width, "height": height, "low": low, "high": high, "last": known[-1][1]}
-    return size | {"path": f"M{path}{'h.1' * (len(known) == 1)}"}
+    size = {
+        "width": width,
+        "height": height,
+        "low": low,
+        "high": high,
+        "last": finite_points[-1][1],
+    }
+    return size | {"path": f"M{path}{'h.1' * (len(finite_points) == 1)}"}
 
 
 TASK_KEYS = ("input", "question", "prompt", "instruction", "problem", "query", "text", "task", "id")
@@ -383,12 +389,12 @@ MAX_GIST_CHARS = 140  # characters
 def gist(task: Json) -> str:
     """A one-line summary of a task or a result."""
     if isinstance(task, dict):
-        found = next((task[key] for key in TASK_KEYS if task.get(key)), None)
-        if found is None:
-            found = ", ".join(f"{key} {gist(value)}" for key, value in task.items())
-        task = found
+        summary = next((task[key] for key in TASK_KEYS if task.get(key)), None)
+        if summary is None:
+            summary = ", ".join(f"{key} {gist(value)}" for key, value in task.items())
+        task = summary
     if isinstance(task, list):
-        last = [one for one in task if isinstance(one, dict) and one.get("content")]
+        last = [entry for entry in task if isinstance(entry, dict) and entry.get("content")]
         task = last[-1]["content"] if last else ", ".join(map(gist, task))
     if isinstance(task, dict):
         return gist(task)
@@ -437,37 +443,38 @@ class Album:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[str, Picture] = {}
+        self._pictures: dict[str, Picture] = {}
 
     async def of(self, run: str, calls: Iterable[Transition]) -> dict[str, Picture]:
         """The pictures of calls by digest, without those that are no longer stored."""
         wanted = sorted({digest for call in calls for digest in call.images})
-        async for image in self.files(run, [d for d in wanted if d not in self._known]):
-            while len(self._known) >= MAX_CACHED_PICTURES:
-                del self._known[next(iter(self._known))]
+        async for image in self.files(run, [d for d in wanted if d not in self._pictures]):
+            while len(self._pictures) >= MAX_CACHED_PICTURES:
+                del self._pictures[next(iter(self._pictures))]
             address = f"/image/{image.digest}?run={quote(run)}" if _is_shown(image) else ""
-            self._known[image.digest] = Picture(
+            self._pictures[image.digest] = Picture(
                 describe(image), image.digest, address, image.width, image.height
             )
-        return {digest: self._known[digest] for digest in wanted if digest in self._known}
+        return {digest: self._pictures[digest] for digest in wanted if digest in self._pictures}
 
     async def files(self, run: str, digests: Sequence[str]) -> AsyncIterator[Image]:
         """Yield the images that are stored, a few of them in memory at a time."""
         for first in range(0, len(digests), IMAGES_PER_READ):
-            some = digests[first : first + IMAGES_PER_READ]
-            found = await self._store.images(run, some)
-            for wanted in some:
-                if wanted in found:
-                    yield found[wanted]
+            chunk = digests[first : first + IMAGES_PER_READ]
+            stored = await self._store.images(run, chunk)
+            for wanted in chunk:
+                if wanted in stored:
+                    yield stored[wanted]
 
     async def file(self, run: str, digest: str) -> Image:
-        """Raises NotFound for an image that is not stored, or that a browser might run."""
-        found = (await self._store.images(run, [digest])).get(digest)
-        if found is None:
+        """An image by its digest. Raises NotFound for one that is not stored, or that a browser
+        might run."""
+        image = (await self._store.images(run, [digest])).get(digest)
+        if image is None:
             raise NotFound(f"image {digest} is not stored: a prune has removed it")
-        if not _is_shown(found):
-            raise NotFound(f"image {digest} is of type {found.media_type}, which is not shown")
-        return found
+        if not _is_shown(image):
+            raise NotFound(f"image {digest} is of type {image.media_type}, which is not shown")
+        return image
 
 
 def _is_shown(image: Image) -> bool:
@@ -533,9 +540,9 @@ GIT_TIMEOUT = 5.0  # seconds
 
 class RunOrigin(Feature):
     async def start(self, run: ServedRun) -> None:
-        found = await asyncio.to_thread(origin, run.config.root)
-        if found:
-            await run.store.put_documents(run.config.name, DOCUMENTS, found)
+        documents = await asyncio.to_thread(origin, run.config.root)
+        if documents:
+            await run.store.put_documents(run.config.name, DOCUMENTS, documents)
 
 
 def origin(root: str) -> dict[str, Json]:

@@ -162,15 +162,15 @@ class ViewApp:
             host = request.headers.get("host", "").encode("latin-1")
             refused = cross_site(request.method, host, b"")
             return None if refused is None else _sentence(f"{refused[1].capitalize()}.", refused[0])
-        given = request.query_params.get("key")
-        key = request.cookies.get(COOKIE, "") if given is None else given
+        query_key = request.query_params.get("key")
+        key = request.cookies.get(COOKIE, "") if query_key is None else query_key
         if not self._access.allows(key):
             text = "The key is missing or wrong: open the address that agentrl view printed."
             return _sentence(text, 401)
-        if given is None:
+        if query_key is None:
             return None
         answer = responses.RedirectResponse(request.url.path)
-        answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, query_key, httponly=True, samesite="strict")
         return answer
 
     def _answer(self, shown: Shown) -> Callable[[Request], Awaitable[responses.Response]]:
@@ -181,14 +181,14 @@ class ViewApp:
                     return responses.RedirectResponse(await self._home.run_anywhere(id))
                 raise NotFound("This page belongs to one of several stores: choose a run.")
             pages = await self._home.pages(key or self._home.only().key)
-            found = await shown(pages, id, request)
-            if isinstance(found, Page):
-                return responses.HTMLResponse(render(found, base=self._home.base(key)))
-            if isinstance(found, Image):  # another file has another digest
-                return responses.Response(found.body, 200, IMAGE, found.media_type)
-            if isinstance(found, str):
-                return responses.PlainTextResponse(found)
-            return responses.Response(encode(found), media_type="application/json")
+            content = await shown(pages, id, request)
+            if isinstance(content, Page):
+                return responses.HTMLResponse(render(content, base=self._home.base(key)))
+            if isinstance(content, Image):  # another file has another digest
+                return responses.Response(content.body, 200, IMAGE, content.media_type)
+            if isinstance(content, str):
+                return responses.PlainTextResponse(content)
+            return responses.Response(encode(content), media_type="application/json")
 
         return answer
 
@@ -257,7 +257,7 @@ def _access(key: str) -> Access:
 
 
 def run(
-    given: Sequence[str], host: str, port: int, *, start: str = "/", browse: bool = False
+    sources: Sequence[str], host: str, port: int, *, start: str = "/", browse: bool = False
 ) -> None:
     """Run the server until it is stopped; prints its address. Raises ConfigError for a port in use
     and StoreError for an unreadable store.
@@ -269,7 +269,7 @@ def run(
     query = f"?{urlencode({'key': key})}" if key else ""
 
     async def main() -> None:
-        home = Home(given)
+        home = Home(sources)
         await home.search()
         what = f"{len(home.places)} store{'' if len(home.places) == 1 else 's'}"
         if home.single:  # raises for an unreadable store before the address is printed
@@ -306,7 +306,7 @@ SETTINGS_SHOWN = 4  # distinguishing settings of a run in its line
 
 
 class Line(NamedTuple):
-    """A run of the list."""
+    """A line of the list of runs."""
 
     place: Place
     base: str  # prefix of links to pages of the store
@@ -324,7 +324,7 @@ class Line(NamedTuple):
 
 
 @dataclass(slots=True)
-class Known:
+class StoreContents:
     """The cached contents of a store."""
 
     stamp: object = None
@@ -335,24 +335,25 @@ class Known:
 
 
 class Home:
-    """All stores of a server. `given`: URLs, files and folders; none: all stores below the working
-    directory. A single file or URL has its pages at the root, any other store below /at/KEY."""
+    """All stores of a server. `sources`: URLs, files and folders; none: all stores below the
+    working directory. A single file or URL has its pages at the root, any other store below
+    /at/KEY."""
 
-    def __init__(self, given: Sequence[str] = ()) -> None:
-        self.given = list(given)
-        self.single = len(self.given) == 1 and not Path(self.given[0]).is_dir()
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self.sources = list(sources)
+        self.single = len(self.sources) == 1 and not Path(self.sources[0]).is_dir()
         self.places: dict[str, Place] = {}
-        self._known: dict[str, Known] = {}
+        self._contents: dict[str, StoreContents] = {}
         self._open: dict[str, tuple[object, Pages]] = {}
         self._searched, self._version, self._stamps = 0.0, 0, dict[str, object]()
-        self._asked, self._slots = 0.0, asyncio.Semaphore(AT_ONCE)
+        self._last_poll, self._slots = 0.0, asyncio.Semaphore(AT_ONCE)
         self._opening = asyncio.Lock()
 
     async def search(self) -> None:
         """Search for stores again, if the last search was some seconds ago."""
         if time.monotonic() - self._searched > SEARCH_PAUSE or not self.places:
-            found = await asyncio.to_thread(places, self.given)
-            self.places = {place.key: place for place in found}
+            stores = await asyncio.to_thread(places, self.sources)
+            self.places = {place.key: place for place in stores}
             self._searched = time.monotonic()
 
     def base(self, key: str) -> str:
@@ -381,21 +382,21 @@ class Home:
             return self._open[key][1]
 
     async def close(self) -> None:
-        for known in self._known.values():
-            if known.reading is not None:
-                known.reading.cancel()
+        for contents in self._contents.values():
+            if contents.reading is not None:
+                contents.reading.cancel()
         for _, pages in self._open.values():
             await pages.store.close()
 
     async def cursor(self) -> int:
-        """Higher after every change of a store, or of the set of stores."""
+        """A number that grows with every change of a store, or of the set of stores."""
         await self.search()
         if self.single:
             return await (await self.pages(self.only().key)).store.cursor()
         now = {key: place.stamp() for key, place in self.places.items()}
         remote = [key for key, stamp in now.items() if stamp is None]
-        if remote and time.monotonic() - self._asked > ASK_PAUSE:
-            self._asked = time.monotonic()
+        if remote and time.monotonic() - self._last_poll > ASK_PAUSE:
+            self._last_poll = time.monotonic()
             for key in remote:
                 with suppress(AgentRLError):
                     self._stamps[f"cursor of {key}"] = await (await self.pages(key)).store.cursor()
@@ -418,83 +419,87 @@ class Home:
             store = (await self.pages(self.only().key)).store
             return await store.wait(cursor, timeout=timeout)
         end = time.monotonic() + (timeout or 0.0)
-        while (  # noqa: ASYNC110 - files do not tell that they change
+        while (  # noqa: ASYNC110 - files do not announce their changes
             newest := await self.cursor()
         ) <= cursor and time.monotonic() < end:
             await asyncio.sleep(CHECK_PAUSE)
         return newest
 
     async def lines(self) -> list[Line]:
-        """All runs, those that changed last first."""
+        """All runs: first those that are running, then by their last change, newest first."""
         await self.search()
         await asyncio.gather(*map(self._read, self.places.values()))
         now = time.time()
-        found = [
+        lines = [
             Line(place, self.base(key), row, row.condition(now))
             for key, place in self.places.items()
-            for row in self._known[key].rows.values()
+            for row in self._contents[key].rows.values()
         ]
-        return sorted(found, key=lambda line: (line.condition == "running", line.row.at))[::-1]
+        return sorted(lines, key=lambda line: (line.condition == "running", line.row.at))[::-1]
 
     async def _read(self, place: Place) -> None:
-        """Read a store that has changed; a store that does not answer is read at a later
+        """Read a store if it has changed; one that does not answer is read again at a later
         request."""
-        known = self._known.setdefault(place.key, Known())
+        contents = self._contents.setdefault(place.key, StoreContents())
         stamp = place.stamp()
-        if known.reading is None and (stamp is None or stamp != known.stamp):
-            known.reading = asyncio.ensure_future(self._summarise(place, known))
-        if known.reading is None:
+        if contents.reading is None and (stamp is None or stamp != contents.stamp):
+            contents.reading = asyncio.ensure_future(self._summarise(place, contents))
+        if contents.reading is None:
             return
-        done, _ = await asyncio.wait({known.reading}, timeout=OPENING_PATIENCE)
+        done, _ = await asyncio.wait({contents.reading}, timeout=OPENING_PATIENCE)
         if done:
-            known.stamp, known.reading = stamp, None
+            contents.stamp, contents.reading = stamp, None
         else:
-            known.trouble = "it does not answer: another process holds its lock, or it is slow"
+            contents.trouble = "it does not answer: another process holds its lock, or it is slow"
 
-    async def _summarise(self, place: Place, known: Known) -> None:
+    async def _summarise(self, place: Place, contents: StoreContents) -> None:
         try:
             async with self._slots:
                 if place.key in self._open or place.stamp() is None:
-                    await self._summaries((await self.pages(place.key)).store, known)
+                    await self._summaries((await self.pages(place.key)).store, contents)
                     return
                 store = await asyncio.to_thread(open_store, place.url, readonly=True)
                 async with store:
-                    await self._summaries(store, known)
+                    await self._summaries(store, contents)
         except (AgentRLError, OSError, msgspec.MsgspecError, ValueError) as error:
-            known.trouble, known.rows = str(error) or type(error).__name__, {}
+            contents.trouble, contents.rows = str(error) or type(error).__name__, {}
 
-    async def _summaries(self, store: Store, known: Known) -> None:
+    async def _summaries(self, store: Store, contents: StoreContents) -> None:
         rows: dict[str, Summary] = {}
         for name in await store.runs():
             if (state := await store.run(name)) is None:
                 continue
-            old, held = known.rows.get(name), state.owned_until > time.time()
+            old, held = contents.rows.get(name), state.owned_until > time.time()
             same = old is not None and old.state == state and not held
             rows[name] = old if same and old is not None else await summary(store, state)
-        known.rows, known.trouble = rows, ""
+        contents.rows, contents.trouble = rows, ""
         with suppress(
             StoreError
         ):  # the key is for one run, and data sets belong to the whole store
-            known.datasets = list({one.name: one for one in await store.datasets()}.values())
+            datasets = {dataset.name: dataset for dataset in await store.datasets()}
+            contents.datasets = list(datasets.values())
 
     async def runs(self, query: Query) -> Page:
         lines = await self.lines()
         words = query.get("q", "").lower().split()
-        every = [(line, apart) for line, apart in zip(lines, _apart(lines), strict=True)]
-        found = [one for one in every if all(word in _text(*one) for word in words)]
+        rows = [(line, apart) for line, apart in zip(lines, _apart(lines), strict=True)]
+        matching = [row for row in rows if all(word in _text(*row) for word in words)]
         key, down = query.get("sort") or "", query.get("order") != "up"
         if key:
             if key not in ORDERS:
                 raise Invalid(f"sort must be one of {', '.join(ORDERS)}, not {key!r}")
-            found = _sorted([line for line, _ in found], found, key, down=down)
+            matching = _sorted([line for line, _ in matching], matching, key, down=down)
         start = records.read_number(query, "from") or 0
-        more = start + RUNS_PER_PAGE if len(found) > start + RUNS_PER_PAGE else None
-        values: dict[str, Any] = {"rows": found[start : start + RUNS_PER_PAGE], "all": len(found)}
+        more = start + RUNS_PER_PAGE if len(matching) > start + RUNS_PER_PAGE else None
+        shown = matching[start : start + RUNS_PER_PAGE]
+        values: dict[str, Any] = {"rows": shown, "all": len(matching)}
         values |= {"more": more, "query": query, "sort": key, "down": down, "single": self.single}
-        troubles = [(p, self._known[k].trouble) for k, p in self.places.items()]
+        troubles = [(p, self._contents[k].trouble) for k, p in self.places.items()]
         values["troubles"] = [(place, text) for place, text in troubles if text]
         values["datasets"] = [
-            (self.base(key), one) for key in self.places for one in self._known[key].datasets
+            (self.base(key), dataset)
+            for key in self.places
+            for dataset in self._contents[key].datasets
         ]
         values["stores"], values["shown_settings"] = len(self.places), SETTINGS_SHOWN
         return Page("runs.html", "Runs", values)
@@ -505,16 +510,18 @@ class Home:
             raise Invalid("choose two to four runs to compare")
         await self.search()
         rows, curves, bases = list[Summary](), list[Mapping[str, Any]](), list[str]()
-        for one in chosen:
-            key, _, run = one.partition("/") if not self.single else (self.only().key, "", one)
+        for choice in chosen:
+            key, _, run = (
+                choice.partition("/") if not self.single else (self.only().key, "", choice)
+            )
             store = (await self.pages(key)).store
             if (state := await store.run(run)) is None:
                 raise NotFound(f"there is no run {run!r} in this store")
             rows.append(await summary(store, state))
             curves.append(summaries.by_number(await store.series(run, SHOWN)))
             bases.append(self.base(key))
-        names = [name for name in SHOWN if any(one[name] for one in curves)]
-        series = {name: [records.finite(one[name]) for one in curves] for name in names}
+        names = [name for name in SHOWN if any(curve[name] for curve in curves)]
+        series = {name: [records.finite(curve[name]) for curve in curves] for name in names}
         labels = [row.run for row in rows]
         if len(set(labels)) < len(labels):  # runs of the same name in several stores
             labels = list(chosen)
@@ -530,11 +537,11 @@ class Home:
 
     async def run_anywhere(self, run: str) -> str:
         """The address of a run by its name alone. Raises NotFound unless one store has it."""
-        found = [line for line in await self.lines() if line.row.run == run]
-        if len(found) != 1:
-            many = f"{len(found)} stores have" if found else "no store here has"
-            raise NotFound(f"{many} a run {run!r}: choose it in the list")
-        return f"{found[0].base}/run/{quote(run)}"
+        lines = [line for line in await self.lines() if line.row.run == run]
+        if len(lines) != 1:
+            owners = f"{len(lines)} stores have" if lines else "no store here has"
+            raise NotFound(f"{owners} a run {run!r}: choose it in the list")
+        return f"{lines[0].base}/run/{quote(run)}"
 
 
 def _identity(place: Place) -> object:
@@ -542,10 +549,10 @@ def _identity(place: Place) -> object:
     if not place.url.startswith("sqlite:///"):
         return None
     try:
-        found = Path(place.url.removeprefix("sqlite:///").partition("?")[0]).stat()
+        stat = Path(place.url.removeprefix("sqlite:///").partition("?")[0]).stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return stat.st_dev, stat.st_ino
 
 
 def _apart(lines: Sequence[Line]) -> list[Mapping[str, Json]]:
@@ -577,7 +584,7 @@ ORDERS: dict[str, Callable[[Line], Any]] = {
 def _sorted(lines: Sequence[Line], rows: Sequence[Any], key: str, *, down: bool) -> list[Any]:
     """Rows sorted by a column; rows without a value come last."""
     value = ORDERS[key]
-    known = [(value(line), row) for line, row in zip(lines, rows, strict=True)]
-    missing = [row for x, row in known if x is None]
-    ordered = sorted((one for one in known if one[0] is not None), key=lambda one: one[0])
+    valued = [(value(line), row) for line, row in zip(lines, rows, strict=True)]
+    missing = [row for x, row in valued if x is None]
+    ordered = sorted((pair for pair in valued if pair[0] is not None), key=lambda pair: pair[0])
     return [row for _, row in (reversed(ordered) if down else ordered)] + missing

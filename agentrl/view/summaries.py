@@ -72,8 +72,8 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        known = {SCORE: "held-out", SAMPLED: "sampled held-out", REWARD: "training reward"}
-        return known.get(self.metric, self.metric.removeprefix(FUNCTIONS))
+        names = {SCORE: "held-out", SAMPLED: "sampled held-out", REWARD: "training reward"}
+        return names.get(self.metric, self.metric.removeprefix(FUNCTIONS))
 
     @property
     def gain(self) -> float:
@@ -93,8 +93,8 @@ class Verdict:
         below, above = (self.first, self.last) if self.gain > 0 else (self.last, self.first)
         if self.less:
             below, above = above, below
-        known = below.high is not None and above.low is not None  # a single task has no interval
-        apart = (below.high or 0.0) < (above.low or 0.0) if known else not self.percent
+        bounded = below.high is not None and above.low is not None  # a single task has no interval
+        apart = (below.high or 0.0) < (above.low or 0.0) if bounded else not self.percent
         word = "better" if self.gain > 0 else "worse"
         return word if apart and abs(self.gain) > ROUNDING and self.metric != REWARD else "same"
 
@@ -108,9 +108,9 @@ def by_number(series: Mapping[str, Points]) -> dict[str, Points]:
 
 
 def in_unit(curves: Iterable[Points]) -> bool:
-    """Whether all values lie in 0 to 1, so that they are shown as percentages on such an axis."""
-    known = [y for points in curves for _, y in points if math.isfinite(y)]
-    return bool(known) and all(-ROUNDING <= y <= 1 + ROUNDING for y in known)
+    """Whether all values lie in 0 to 1, so that they can be shown as percentages."""
+    values = [y for points in curves for _, y in points if math.isfinite(y)]
+    return bool(values) and all(-ROUNDING <= y <= 1 + ROUNDING for y in values)
 
 
 def shares(curves: Mapping[str, Points]) -> bool:
@@ -123,7 +123,7 @@ def shares(curves: Mapping[str, Points]) -> bool:
 
 
 async def read_shares(store: Store, run: str, outcomes: Iterable[float] = ()) -> bool:
-    """outcomes: also shown."""
+    """Whether the scores of a run are shown as percentages. outcomes: shown beside them."""
     names = decisive(await store.metric_names(run))
     return shares(await store.series(run, names, points=POINTS)) and are_shares((), outcomes)
 
@@ -131,14 +131,14 @@ async def read_shares(store: Store, run: str, outcomes: Iterable[float] = ()) ->
 def verdict(curves: Mapping[str, Points]) -> Verdict:
     """The verdict on held-out scores if there are two, else on the user's evaluation functions,
     else on the reward."""
-    own = sorted(
+    functions = sorted(
         (name for name in curves if name.startswith(FUNCTIONS)),
         key=lambda name: "exploitability" not in name,
     )
-    wanted = [SCORE, *own, REWARD]
-    known = {name: _finite(curves.get(name, ())) for name in wanted}
-    chosen = next((name for name in wanted if len(known[name]) > 1), None)
-    chosen = chosen or next((name for name in wanted if known[name]), SCORE)
+    wanted = [SCORE, *functions, REWARD]
+    points = {name: _finite(curves.get(name, ())) for name in wanted}
+    chosen = next((name for name in wanted if len(points[name]) > 1), None)
+    chosen = chosen or next((name for name in wanted if points[name]), SCORE)
     return verdict_on(chosen, curves)
 
 
@@ -158,7 +158,7 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
         fifth = len(points) // 5
         ends = points[:fifth], points[-fifth:]
         first, last = (Score(end[-1][0], sum(y for _, y in end) / fifth) for end in ends)
-    first, last = (replace(one, step=metric_step(metric, one.step)) for one in (first, last))
+    first, last = (replace(score, step=metric_step(metric, score.step)) for score in (first, last))
     percent = metric in (SCORE, SAMPLED, REWARD) and shares(curves)
     less = any(word in metric for word in LESS_IS_BETTER)
     return Verdict(metric, first, last, percent, less)
@@ -167,7 +167,7 @@ def verdict_on(metric: str, curves: Mapping[str, Points]) -> Verdict:
 async def with_changes(store: Store, run: str, *verdicts: Verdict) -> list[Verdict]:
     """Add the paired change of held-out scores to verdicts: each task is compared with itself."""
     keys = {SCORE: HELD_OUT, SAMPLED: SAMPLED_HELD_OUT}
-    if not any(one.metric in keys and one.last for one in verdicts):
+    if not any(verdict.metric in keys and verdict.last for verdict in verdicts):
         return [*verdicts]
     names = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
     curves = await store.series(run, [*names, "eval/common"], points=EVERY)
@@ -179,8 +179,10 @@ async def with_changes(store: Store, run: str, *verdicts: Verdict) -> list[Verdi
     steps = {
         name: [step for step in sorted(rows) if key in rows[step]] for key, name in keys.items()
     }
-    found = await paired(store, run, held_out_changes(by_step), steps)
-    return [replace(one, change=found.get(keys.get(one.metric, ""))) for one in verdicts]
+    changes = await paired(store, run, held_out_changes(by_step), steps)
+    return [
+        replace(verdict, change=changes.get(keys.get(verdict.metric, ""))) for verdict in verdicts
+    ]
 
 
 def _finite(points: Points) -> list[tuple[int, float]]:
@@ -188,7 +190,7 @@ def _finite(points: Points) -> list[tuple[int, float]]:
 
 
 def condition(state: RunState, *, ended: bool, now: float) -> str:
-    """running, finished, or stopped: neither of them."""
+    """running, finished, stopped (neither of them), or empty: without settings."""
     if state.owned_until > now:
         return "running"
     return "finished" if ended else "stopped" if state.config else "empty"
@@ -214,19 +216,19 @@ class Summary:
 
 
 async def summary(store: Store, state: RunState) -> Summary:
-    known = await store.metric_names(state.run)
-    own = [name for name in known if name.startswith(FUNCTIONS)]
-    names = [SCORE, *decisive(known), *own, *MISSING, "run/ended"]
+    available = await store.metric_names(state.run)
+    functions = [name for name in available if name.startswith(FUNCTIONS)]
+    names = [SCORE, *decisive(available), *functions, *MISSING, "run/ended"]
     curves: dict[str, Points] = dict(await store.series(state.run, names, points=POINTS))
     named = verdict(curves), verdict_on(SAMPLED, curves)
-    found, sampled = await with_changes(store, state.run, *named)
+    main_verdict, sampled = await with_changes(store, state.run, *named)
     rows = await store.steps(state.run, after=max(state.step - 2, -1))
     return Summary(
         run=state.run,
         state=state,
-        verdict=found,
+        verdict=main_verdict,
         sampled=sampled,
-        curve=curves.get(found.metric, ()),
+        curve=curves.get(main_verdict.metric, ()),
         percent=shares(curves),
         ended=bool(curves["run/ended"]),
         at=rows[-1].at if rows else state.created,
@@ -257,7 +259,7 @@ def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str,
     model = _called(str(read("policy", "model") or read("policy", "build")), str(read("root")))
     lr, steps, heldout = read("algorithm", "lr"), read("steps"), read("tasks", "heldout")
     policies = ", ".join(read("policies") or ())
-    found = {
+    texts = {
         "model": model or ", ".join(read("upstreams") or ()),
         "preset": preset_in_words(str(read("algorithm", "preset")), by_state),
         "learning rate": f"{lr:.3g}" if isinstance(lr, float | int) else "",
@@ -266,8 +268,8 @@ def facts(config: Mapping[str, Any], by_state: float | None = None) -> dict[str,
         "planned steps": str(steps) if steps != UNBOUNDED else "",
     }
     if not steps:  # without training, as with `agentrl eval`
-        found |= {"preset": "", "learning rate": "", "planned steps": ""}
-    return {key: text for key, text in found.items() if text}
+        texts |= {"preset": "", "learning rate": "", "planned steps": ""}
+    return {key: text for key, text in texts.items() if text}
 
 
 def _called(model: str, root: str) -> str:
@@ -284,11 +286,11 @@ def _called(model: str, root: str) -> str:
 
 def preset_in_words(preset: str, by_state: float | None = None) -> str:
     """The preset; for `auto` with the measured share of credit by state."""
-    auto, plus, rest = preset.partition("+")
+    auto, plus, options = preset.partition("+")
     if auto != "auto":
         return preset
     share = "" if by_state is None else f", {by_state:.0%} by state"
-    return f"auto: grpo{plus}{rest}{share}"
+    return f"auto: grpo{plus}{options}{share}"
 
 
 def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
@@ -296,9 +298,11 @@ def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
     the others do not have."""
     kin: dict[Any, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
-        own = row.settings
-        kin[tuple(str(own.get(key)) for key in ("root", "agent.path", "agent.command"))].append(at)
-    found: list[dict[str, Json]] = [{} for _ in rows]
+        settings = row.settings
+        kin[
+            tuple(str(settings.get(key)) for key in ("root", "agent.path", "agent.command"))
+        ].append(at)
+    distinct: list[dict[str, Json]] = [{} for _ in rows]
     for alike in kin.values():
         for key in sorted({key for at in alike for key in rows[at].settings} - PLACES):
             if key.partition(".")[0] in PLACES or len(alike) < 2:
@@ -308,8 +312,8 @@ def differing(rows: Sequence[Summary]) -> list[dict[str, Json]]:
             tied = bool(others) and others[0][1] == n
             for at, value in zip(alike, values, strict=True):
                 if others and (value != usual or tied):
-                    found[at][key] = rows[at].settings.get(key)
-    return found
+                    distinct[at][key] = rows[at].settings.get(key)
+    return distinct
 
 
 def matrix(rows: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
@@ -338,7 +342,7 @@ ELO, WIN_RATE = "selfplay/elo", "selfplay/win_rate"
 GAMES = {ELO: "Elo", WIN_RATE: "Win rate against snapshots"}
 OF_A_ROLE = re.compile(r"role/(.+)/reward")
 REWARDS = re.compile(r"reward/([^/]+)(?:/(.+))?/mean")
-TINY = 1e-6  # a curve that is smaller everywhere is rounding
+TINY = 1e-6  # a curve of smaller absolute values shows only rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,28 +363,28 @@ def single(metric: str, title: str = "") -> Chart:
 def main(names: Sequence[str]) -> Chart | None:
     """Held-out score and training reward on one pair of axes."""
     lines = ((("held-out"), SCORE), ("training reward", REWARD))
-    known = tuple((label, metric) for label, metric in lines if metric in names)
-    return Chart(REWARD, "Held-out and training", known) if known else None
+    present = tuple((label, metric) for label, metric in lines if metric in names)
+    return Chart(REWARD, "Held-out and training", present) if present else None
 
 
 def games(names: Sequence[str]) -> list[Chart]:
     """Charts of the user's evaluation functions, such as exploitability, and of self-play."""
-    own = sorted(
+    function_names = sorted(
         (name for name in names if name.startswith(FUNCTIONS)),
         key=lambda name: "exploitability" not in name,
     )
     seats = tuple((n.rpartition("/")[2], n) for n in names if n.startswith("selfplay/seat/"))
-    found = [single(name, title) for name, title in GAMES.items() if name in names]
-    found += [Chart(seats[0][1], "Score by seat", seats)] if seats else []
-    functions = [single(name, name.removeprefix(FUNCTIONS)) for name in own]
-    exploited = [one for one in functions if "exploitability" in one.name]
-    return exploited + found + functions[len(exploited) :]
+    charts = [single(name, title) for name, title in GAMES.items() if name in names]
+    charts += [Chart(seats[0][1], "Score by seat", seats)] if seats else []
+    functions = [single(name, name.removeprefix(FUNCTIONS)) for name in function_names]
+    exploited = [chart for chart in functions if "exploitability" in chart.name]
+    return exploited + charts + functions[len(exploited) :]
 
 
 def rewards(names: Sequence[str]) -> list[Chart]:
     """One chart of the roles of a team, and one for each reward, with a line for each role."""
     roles = tuple((m[1], m[0]) for name in names if (m := OF_A_ROLE.fullmatch(name)))
-    found = [Chart(roles[0][1], "Reward by role", roles)] if len(roles) > 1 else []
+    charts = [Chart(roles[0][1], "Reward by role", roles)] if len(roles) > 1 else []
     by_reward: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         match = REWARDS.fullmatch(name)
@@ -389,18 +393,22 @@ def rewards(names: Sequence[str]) -> list[Chart]:
     for reward, lines in sorted(by_reward.items()):
         by_role = [line for line in lines if line[0] != "all"] or lines
         title = f"Reward {reward}" + (", by role" if len(by_role) > 1 else "")
-        found.append(Chart(by_role[0][1], title, tuple(by_role)))
-    return found
+        charts.append(Chart(by_role[0][1], title, tuple(by_role)))
+    return charts
 
 
 def training(names: Sequence[str], policies: Sequence[str]) -> list[Chart]:
-    found = []
+    charts = []
     for metric, title in TRAINING.items():
         lines = [(title, metric)] if metric in names else []
-        lines += [(name, own) for name in policies if (own := f"{name}/{metric}") in names]
+        lines += [
+            (name, policy_metric)
+            for name in policies
+            if (policy_metric := f"{name}/{metric}") in names
+        ]
         if lines:
-            found.append(Chart(lines[0][1], title, tuple(lines)))
-    return found
+            charts.append(Chart(lines[0][1], title, tuple(lines)))
+    return charts
 
 
 def drawn(
@@ -408,29 +416,29 @@ def drawn(
 ) -> dict[str, Any] | None:
     """The values for drawing a chart; None without a value. `series`: as of `by_number`; `percent`:
     whether the scores of the run are percentages."""
-    known: list[tuple[str, str, Points]] = []
+    lines: list[tuple[str, str, Points]] = []
     for label, metric in chart.lines:
         points = series.get(metric) or []
-        same = next((at for at, one in enumerate(known) if one[2] == points), None)
+        same = next((at for at, line in enumerate(lines) if line[2] == points), None)
         if same is not None:  # one line for roles with the same rewards
-            known[same] = f"{known[same][0]}, {label}", *known[same][1:]
+            lines[same] = f"{lines[same][0]}, {label}", *lines[same][1:]
         elif any(math.isfinite(y) for _, y in points):
-            known.append((label, metric, points))
-    if not known:
+            lines.append((label, metric, points))
+    if not lines:
         return None
-    unit = in_unit(points for *_, points in known) and _is_share(chart)
+    unit = in_unit(points for *_, points in lines) and _is_share(chart)
     unit = unit and (percent or not {SCORE, REWARD} & {*chart.metrics})
-    flat = [y for *_, points in known for _, y in points if math.isfinite(y)]
+    flat = [y for *_, points in lines for _, y in points if math.isfinite(y)]
     bounds = (0.0, 1.0) if unit else (min(flat), max(flat))
-    steps = [step for *_, points in known for step, _ in points]
+    steps = [step for *_, points in lines for step, _ in points]
     span = min(steps), max(steps)
     return {
         "name": chart.name,
         "title": chart.title,
         "unit": unit,
-        "lines": [[label, metric] for label, metric, _ in known],
-        "paths": [records.curve(points, span=span, bounds=bounds) for *_, points in known],
-        "quiet": _says_nothing([points for *_, points in known]),
+        "lines": [[label, metric] for label, metric, _ in lines],
+        "paths": [records.curve(points, span=span, bounds=bounds) for *_, points in lines],
+        "quiet": _says_nothing([points for *_, points in lines]),
         "low": min(flat),
         "high": max(flat),
     }
@@ -447,9 +455,9 @@ def _is_share(chart: Chart) -> bool:
 def _says_nothing(lines: Sequence[Points]) -> bool:
     """Whether no line moves, or only by rounding."""
     for points in lines:
-        known = [y for _, y in points if math.isfinite(y)]
-        most = max(map(abs, known), default=0.0)
-        if most >= TINY and max(known) - min(known) > 1e-3 * most:
+        values = [y for _, y in points if math.isfinite(y)]
+        largest = max(map(abs, values), default=0.0)
+        if largest >= TINY and max(values) - min(values) > 1e-3 * largest:
             return False
     return any(len(points) > 1 for points in lines)
 
@@ -462,22 +470,22 @@ async def page(
     policies: Any = state.config.get("policies") or {}
     top, chosen = main(names), [single(wanted)] if wanted in names and wanted else []
     played, paid, trained = games(names), rewards(names), training(names, list(policies))
-    every = [*([top] if top else []), *chosen, *played, *paid, *trained]
-    asked = {metric for chart in every for metric in chart.metrics}
-    asked |= {*decisive(names), *MISSING}
-    found = await store.series(state.run, sorted(asked), points=CHART_POINTS)
-    percent = shares(found)
-    curves = by_number(found)
+    charts = [*([top] if top else []), *chosen, *played, *paid, *trained]
+    metrics = {metric for chart in charts for metric in chart.metrics}
+    metrics |= {*decisive(names), *MISSING}
+    series = await store.series(state.run, sorted(metrics), points=CHART_POINTS)
+    percent = shares(series)
+    curves = by_number(series)
     first = drawn(top, curves, percent=percent) if top else None
     if top and first and first["quiet"] and played:  # a zero-sum game
         first, played = None, [*played, top]
     values: dict[str, Any] = {"quiet": []}
     for name, group in {"played": played, "paid": paid, "trained": [*chosen, *trained]}.items():
-        made = [one for chart in group if (one := drawn(chart, curves, percent=percent))]
-        values[name] = [one for one in made if not one["quiet"] or one["name"] == wanted]
-        values["quiet"] += [one for one in made if one not in values[name]]
+        plots = [plot for chart in group if (plot := drawn(chart, curves, percent=percent))]
+        values[name] = [plot for plot in plots if not plot["quiet"] or plot["name"] == wanted]
+        values["quiet"] += [plot for plot in plots if plot not in values[name]]
     if first is None and values["played"]:
         first = values["played"].pop(0)
-    (said,) = await with_changes(store, state.run, verdict(found))
-    values |= {"main": first, "verdict": said, "percent": percent}
-    return values | {"series": {name: records.finite(one) for name, one in curves.items()}}
+    (main_verdict,) = await with_changes(store, state.run, verdict(series))
+    values |= {"main": first, "verdict": main_verdict, "percent": percent}
+    return values | {"series": {name: records.finite(points) for name, points in curves.items()}}

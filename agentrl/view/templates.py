@@ -46,12 +46,12 @@ def score(value: float | None, percent: bool = True) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as text, in the two largest units."""
-    whole, found = round(seconds), list[str]()
+    whole, parts = round(seconds), list[str]()
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        if whole >= size or (unit == "s" and not found):
-            found.append(f"{whole // size}\u202f{unit}")
+        if whole >= size or (unit == "s" and not parts):
+            parts.append(f"{whole // size}\u202f{unit}")
             whole %= size
-    return " ".join(found[:2])
+    return " ".join(parts[:2])
 
 
 def island(value: Any) -> str:
@@ -81,7 +81,7 @@ def ago(context: Context, at: float) -> str:
     if context.get("export"):
         return time.strftime("%Y-%m-%d", time.gmtime(at))
     seconds, units = max(time.time() - at, 0), ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
+    size, unit = next((pair for pair in units if seconds >= pair[0]), units[-1])
     return f"{seconds / size:.0f} {unit} ago"
 
 
@@ -89,14 +89,14 @@ def ago(context: Context, at: float) -> str:
 def environment() -> Environment:
     options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     loader = FileSystemLoader(HERE / "templates")
-    found = Environment(loader=loader, undefined=StrictUndefined, **options)
-    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
-    found.filters["missing"] = missing_text
-    found.filters |= {"duration": duration, "gist": gist, "placed": placed}
-    found.filters |= {"number": step_number, "step_in_words": step_in_words}
-    found.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
-    found.globals["cap"] = MAX_TEXT_CHARS
-    return found
+    env = Environment(loader=loader, undefined=StrictUndefined, **options)
+    env.filters |= {"shown": shown, "ago": ago, "text": text_of, "heat": heat, "score": score}
+    env.filters["missing"] = missing_text
+    env.filters |= {"duration": duration, "gist": gist, "placed": placed}
+    env.filters |= {"number": step_number, "step_in_words": step_in_words}
+    env.filters |= {"island": island, "quoted": quoted, "clipped": clipped}
+    env.globals["cap"] = MAX_TEXT_CHARS
+    return env
 
 
 class Hidden(str):
@@ -109,17 +109,19 @@ def hiding(hide: Callable[[Any], Any]) -> Environment:
     """An environment that passes every output through `hide`, as text or JSON value, before it is
     cut, encoded or escaped. Text of the templates themselves is unchanged."""
     done = (Markup, Hidden)
-    found = environment().overlay(finalize=lambda one: one if isinstance(one, done) else hide(one))
+    env = environment().overlay(
+        finalize=lambda value: value if isinstance(value, done) else hide(value)
+    )
 
     def before(filter: Callable[..., Any]) -> Callable[..., Any]:
         return lambda value, *args: filter(hide(value), *args)
 
-    own = {name: before(found.filters[name]) for name in ("text", "gist", "quoted", "clipped")}
-    own["placed"] = lambda rollout: hide(placed(rollout))
-    own["island"] = lambda value: Hidden(island(hide(value)))
-    own["urlencode"] = lambda value: Markup(quote(hide(value)))
-    found.filters = found.filters | own
-    return found
+    filters = {name: before(env.filters[name]) for name in ("text", "gist", "quoted", "clipped")}
+    filters["placed"] = lambda rollout: hide(placed(rollout))
+    filters["island"] = lambda value: Hidden(island(hide(value)))
+    filters["urlencode"] = lambda value: Markup(quote(hide(value)))
+    env.filters = env.filters | filters
+    return env
 
 
 def render(

@@ -1,9 +1,9 @@
 """The processes of a simulated run: an algorithm with a policy server, and runners with a gateway.
 
 Their code is the library's: training loop, collector, checkpoints, worker, execution, gateway,
-store. Stand-ins are what computes: a learner that folds what it is given into a digest, a model
-whose answers follow from the conversation alone, an agent of two calls, and its verifier. Each
-answer has a serial number in its log-prob, by which the invariants recognise it.
+store. Only what computes is a stand-in: a learner that folds its groups into a digest, a model
+whose answers depend only on the conversation, an agent of two calls, and its verifier. Each answer
+has a serial number in its log-prob, by which the invariants recognise it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 KEYS = {"admin": "admin-key-1", "runner": "runner-key-1", "reader": "reader-key-1"}
 TURNS = 2  # calls of an agent
-SERIAL = 2.0**-20  # log-prob of an answer's token for each of its number
+SERIAL = 2.0**-20  # the log-prob of an answer's tokens is its serial number times -SERIAL
 
 
 # -- learning --------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ class Fold:
 
 
 def expected(config: RunConfig, tasks: list[dict[str, Json]], empty: int | None = None) -> str:
-    """The digest after an undisturbed run, computed from nothing but the tasks. empty: a step of
-    which no rollout can be used; the reference that was due in it is updated in the next one."""
+    """The digest after an undisturbed run, computed from nothing but the tasks. empty: a step
+    without usable rollouts; the reference that is due in it is updated in the next one."""
     fold, sampler, due = Fold(), TaskSampler(config, tasks), list[int]()
     for step in range(config.steps):
         due.append(step)
@@ -109,25 +109,25 @@ def expected(config: RunConfig, tasks: list[dict[str, Json]], empty: int | None 
         fold.add(
             [cast(Group, SimpleNamespace(id=id, rollouts=rows)) for id, rows in groups.items()]
         )
-        for one in reversed(due):
-            fold.finish(one)
+        for due_step in reversed(due):
+            fold.finish(due_step)
         due.clear()
     return fold.summary()
 
 
 def played(row: NewRollout) -> Any:
-    said, calls = [row.task["input"]], []
+    texts, calls = [row.task["input"]], []
     for _ in range(TURNS):
-        prompt = "\n".join(said).encode()
+        prompt = "\n".join(texts).encode()
         digest = blake2b(prompt, digest_size=4).digest()
         calls.append(SimpleNamespace(prompt=[*prompt], completion=[*digest]))
-        said += [digest.hex(), "more"]
+        texts += [digest.hex(), "more"]
     value = score(row.task, digest.hex())
     return SimpleNamespace(id=row.id, rewards=[SimpleNamespace(value=value)], transitions=calls)
 
 
 def folded(group: Group) -> Json:
-    """What a learner sees of a group but for log-probs, which have the serial numbers."""
+    """What a learner sees of a group, without log-probs, which contain the serial numbers."""
     return [group.id] + [
         [
             row.id,
@@ -177,7 +177,7 @@ class FoldingUpdater:
 
 
 class SimulatedServer:
-    """A policy server: answers follow from the conversation."""
+    """A policy server, whose answers depend only on the conversation."""
 
     model, in_flight = "model", True
 
@@ -213,9 +213,9 @@ class SimulatedServer:
         with self.hold.call():
             version = self.version
             await asyncio.sleep(self.world.loop.random.random() * 0.3)
-        asked = json.loads(body)
-        said = "\n".join(str(message["content"]) for message in asked["messages"])
-        digest = blake2b(said.encode(), digest_size=4).digest()
+        request = json.loads(body)
+        conversation = "\n".join(str(message["content"]) for message in request["messages"])
+        digest = blake2b(conversation.encode(), digest_size=4).digest()
         number = self.world.next_serial()
         if not self.world.invariants.owns(self.process):
             self.world.of_former_owners.add(number)
@@ -223,7 +223,7 @@ class SimulatedServer:
             "id": f"call-{number}",
             "object": "chat.completion",
             "model": "model",
-            "prompt_token_ids": [*said.encode()],
+            "prompt_token_ids": [*conversation.encode()],
             "choices": [
                 {
                     "index": 0,
@@ -237,7 +237,7 @@ class SimulatedServer:
             ],
         }
         headers = {"content-type": "application/json", "x-policy-version": str(version)}
-        if asked.get("stream"):
+        if request.get("stream"):
             headers["content-type"] = "text/event-stream"
         return headers, json.dumps(answer).encode()
 
@@ -250,8 +250,8 @@ async def algorithm(world: World, config: RunConfig) -> None:
         policies = PolicySet(config, {POLICY: updater}, updater.state)  # type: ignore[dict-item]
         world.began(opened.state)
         state = await stages.resume_run(opened.store, config, opened.state, policies)
-        own = {**vars(opened), "state": state}
-        loaded = LoadedRun(**own, models=[], policies=policies)  # no network, so no estimates
+        fields = {**vars(opened), "state": state}
+        loaded = LoadedRun(**fields, models=[], policies=policies)  # no network, so no estimates
         serving = PolicyServers(config, [])
         server = SimulatedServer(world)
         serving._servers[POLICY], serving._versions[POLICY] = server, 0  # type: ignore[assignment]
@@ -327,9 +327,9 @@ class SimulatedGateway(Gateway):
         self, key: str, path: str, body: Json, headers: Mapping[str, str] = {}, writer: Any = None
     ) -> asyncio.Task[web.StreamResponse]:
         """Hand a request to the application; cancelling the task is the client's disconnection."""
-        own = {"authorization": f"Bearer {key}"} if key else {}
+        authorization = {"authorization": f"Bearer {key}"} if key else {}
         request = make_request(
-            self._loop, path, json.dumps(body).encode(), own | {**headers}, writer
+            self._loop, path, json.dumps(body).encode(), authorization | {**headers}, writer
         )
         work = self.app._handle(request)
         return self._loop.create_task(work, context=self.context.copy())
@@ -407,8 +407,8 @@ class Agents:
         messages = [{"role": "user", "content": active.attempt.rollout.task["input"]}]
         serials = []
         for _ in range(TURNS):
-            said = await self._ask(active.id, messages)
-            word, _, number = said.partition(" #")
+            answer = await self._ask(active.id, messages)
+            word, _, number = answer.partition(" #")
             serials.append(int(number))
             messages += [
                 {"role": "assistant", "content": word},
@@ -421,8 +421,8 @@ class Agents:
         return ExecutionResult(result={"said": word, "serials": serials})
 
     async def _send_spans(self, attempt: str) -> None:
-        """What an OpenTelemetry SDK sends, which may be lost; some compress it, and some also send
-        what belongs to no attempt."""
+        """Send spans as an OpenTelemetry SDK does; they may be lost. Some are compressed, and some
+        come with a span of no attempt."""
         draw = self.world.loop.random
         traces = [attempt, "f" * 32] if draw.random() < 0.3 else [attempt]
         times = {"startTimeUnixNano": "1000", "endTimeUnixNano": "2000"}
@@ -468,12 +468,12 @@ async def verify(task: Mapping[str, Json], result: Json) -> float:
     return score(task, result["said"])
 
 
-def score(task: Mapping[str, Json], said: str) -> float:
-    return (len(said) + int(said[:2], 16) + len(task["input"])) / 300
+def score(task: Mapping[str, Json], answer: str) -> float:
+    return (len(answer) + int(answer[:2], 16) + len(task["input"])) / 300
 
 
 class SimulatedWorker(Worker):
-    """Has the invariants look for attempts that were claimed for it, and that it does not know."""
+    """Checks that it receives every attempt that was claimed for it."""
 
     world: World
 
@@ -488,12 +488,12 @@ class SimulatedWorker(Worker):
         attempts = await super()._claim(n)
         if len(attempts) > n:
             raise Violation(f"{self.name} has claimed {len(attempts)} rollouts, not {n}")
-        self.world.given.update(attempt.id for attempt in attempts)
+        self.world.delivered.update(attempt.id for attempt in attempts)
         return attempts
 
     def _unknown(self) -> set[str]:
         claimed = self.world.invariants.claimed_by(self.name)
-        return claimed - self.world.given  # it drops what it was told is lost
+        return claimed - self.world.delivered  # it drops what it was told is lost
 
 
 async def opened(store: Store, run: str) -> None:

@@ -1,7 +1,7 @@
 """A process beside a run that reads all there is, prunes what is trained, adds data sets, and plays
 and trains a run of its own.
 
-Nothing of it may change how the run ends.
+It must not change how the run ends.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ async def count(store: Store, run: str, rollout: str) -> None:
 
 
 async def search(store: Store, run: str, rollout: str) -> None:
-    found = await store.search(
+    results = await store.search(
         run, text="task", state=RolloutState.SUCCEEDED, rewards={"outcome": (0.0, None)}, limit=2
     )
-    if found.cursor:
-        await store.search(run, before=found.cursor, role="agent", limit=2)
+    if results.cursor:
+        await store.search(run, before=results.cursor, role="agent", limit=2)
     await store.rollouts(run, group_state="trained", after=rollout or None, limit=3)
     await store.rollouts(run, trained=0, state=RolloutState.FAILED)
 

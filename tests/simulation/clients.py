@@ -1,7 +1,7 @@
-"""The store's other clients: one that sends what it refuses, one that calls in batches, one that
-only reads, one that copies it, and what monitors and operators ask its server.
+"""The store's other clients: one that sends invalid requests, one that calls in batches, one that
+only reads, one that copies the store, and the requests of monitors and operators.
 
-Nothing of it may change how the run ends, either.
+They must not change how the run ends, either.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SPAN = Span(id="odd", attempt="other", parent=None, name="odd", kind="agent", st
 
 
 def refused(run: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Verbs with arguments that no store takes."""
+    """Verbs with arguments that every store refuses."""
     calls = [
         replace(CALL, id=LONG), replace(CALL, prompt=[1]), replace(CALL, logprobs=float32()),
         replace(CALL, completion=int32([-1])), replace(CALL, logprobs=float32([nan])),
@@ -83,9 +83,9 @@ def refused(run: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         **{name: [0.5] for name in ("psi", "advantage", "baseline", "gate", "weight")},
     )  # fmt: skip
     return [
-        *(("add_transitions", ([one],), {}) for one in calls),
-        *(("enqueue", ([one],), {}) for one in rollouts),
-        *(("finish", ([one],), {}) for one in outcomes),
+        *(("add_transitions", ([record],), {}) for record in calls),
+        *(("enqueue", ([record],), {}) for record in rollouts),
+        *(("finish", ([record],), {}) for record in outcomes),
         ("enqueue", ([ROLLOUT, replace(ROLLOUT, id="odder", run=run)],), {}),
         ("put_images", (OWN, [replace(IMAGE, body=b"odd")]), {}),
         ("put_images", (OWN, [replace(IMAGE, width=0)]), {}),
@@ -129,7 +129,7 @@ class Clients:
             self.does += [self.batch, self.ask]
 
     async def err(self, store: Store, run: str, rollout: str) -> None:
-        """Send what is refused; a transaction that it shares with others is not lost."""
+        """Send invalid requests; other verbs of the same transaction are not lost."""
         for verb, args, more in Random(rollout).sample(refused(run), SOME):
             try:
                 await getattr(store, verb)(*args, **more)
@@ -200,7 +200,7 @@ class Clients:
         check("batch" in results[-1], f"a verb of a batch is lost: {results[-1]}")
 
     async def ask(self, store: Store, run: str, rollout: str) -> None:
-        """What monitors, proxies and mistaken clients send to the server."""
+        """Send what monitors, proxies and mistaken clients send to the server."""
         key = f"authorization: Bearer {KEYS['admin']}\r\n"
         json, text = "content-type: application/json\r\n", "content-type: text/plain\r\n"
         reader = key.replace(KEYS["admin"], KEYS["reader"])

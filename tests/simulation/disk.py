@@ -10,25 +10,25 @@ from pathlib import Path
 
 
 class Disk:
-    """`lie`: from then on it keeps nothing, whatever it says; a power cut brings back the state of
-    that moment, and of later checkpoints a half."""
+    """`lie`: from then on it keeps nothing, whatever it says; a power cut restores the state then,
+    and half of each file of later checkpoints."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.kept = folder, folder.with_name(f"{folder.name}-kept")
+        self.folder, self.snapshot = folder, folder.with_name(f"{folder.name}-kept")
         self.synced: set[int] = set()  # inodes
         self.names: dict[int, set[str]] = {}  # inode of a folder -> what it had at its last sync
         self.lies = False
 
     def sync(self, descriptor: int) -> None:
         if not self.lies:
-            found = os.fstat(descriptor)
-            self.synced.add(found.st_ino)
-            if stat.S_ISDIR(found.st_mode):
-                self.names[found.st_ino] = {*os.listdir(descriptor)}
+            status = os.fstat(descriptor)
+            self.synced.add(status.st_ino)
+            if stat.S_ISDIR(status.st_mode):
+                self.names[status.st_ino] = {*os.listdir(descriptor)}
 
     def lie(self) -> None:
         if not self.lies:
-            shutil.copytree(self.folder, self.kept, symlinks=True, ignore=_shared_memory)
+            shutil.copytree(self.folder, self.snapshot, symlinks=True, ignore=_shared_memory)
             self.lies = True
 
     def power_cut(self) -> None:
@@ -45,11 +45,11 @@ class Disk:
         self.lies = False
 
     def _lose(self) -> None:
-        """Of a file that was not synced, a half; of a folder, what is new in it."""
+        """Lose half of each file that was not synced, and what is new in each folder."""
         for folder in [*self._folders()]:
-            known = self.names.get(folder.stat().st_ino, set()) if folder.exists() else set()
+            synced_names = self.names.get(folder.stat().st_ino, set()) if folder.exists() else set()
             for path in folder.iterdir() if folder.exists() else ():
-                if path.name not in known:
+                if path.name not in synced_names:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         for file in self._checkpoints():
             if file.is_file() and file.stat().st_ino not in self.synced:
@@ -57,20 +57,20 @@ class Disk:
 
     def _return(self) -> None:
         later = self.folder / "out" / "checkpoints"
-        known = self.kept / "out" / "checkpoints"
+        saved = self.snapshot / "out" / "checkpoints"
         for path in sorted(later.glob("*")) if later.is_dir() else ():
-            if not (known / path.name).exists():
+            if not (saved / path.name).exists():
                 for file in path.rglob("*"):
                     if file.is_file():
                         halve(file)
-                known.mkdir(exist_ok=True, parents=True)
+                saved.mkdir(exist_ok=True, parents=True)
                 if path.is_dir() and not path.is_symlink():
-                    shutil.copytree(path, known / path.name)
+                    shutil.copytree(path, saved / path.name)
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self.kept.iterdir():
+        for path in self.snapshot.iterdir():
             path.rename(self.folder / path.name)
-        self.kept.rmdir()
+        self.snapshot.rmdir()
 
     def _folders(self) -> Iterator[Path]:
         top = self.folder / "out" / "checkpoints"

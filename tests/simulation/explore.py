@@ -25,7 +25,7 @@ MAX_LINES = 30  # of a schedule that is shown
 
 @dataclass
 class Result:
-    """Of one schedule."""
+    """The result of one schedule."""
 
     seed: int
     violation: str = ""
@@ -39,7 +39,7 @@ class Result:
 
 @cache
 def warm_up(http: bool) -> None:
-    """What is loaded at its first use has its own events, which would be those of one schedule."""
+    """Load what is loaded at its first use, so that its events belong to no schedule."""
     simulate(undisturbed(0, Shape(http=http)))
 
 
@@ -63,11 +63,11 @@ def run_seed(seed: int) -> Result:
 def explore(seeds: Sequence[int], processes: int = 2) -> Iterator[Result]:
     """Run the schedules of seeds, in any order."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    for http in (False, True):  # before the processes are forked, which share what that loads
+    for http in (False, True):  # before the fork, so that the processes share what this loads
         warm_up(http)
-    sys.unraisablehook = lambda *given: None  # of what was killed, at the process's own end
+    sys.unraisablehook = lambda *arguments: None  # for killed objects, when this process ends
     gc.collect()
-    gc.freeze()  # what is imported is not looked through after every schedule
+    gc.freeze()  # imported objects are not scanned after every schedule
     if processes == 1:
         yield from map(run_seed, seeds)
         return
@@ -115,18 +115,18 @@ def described(schedule: Schedule, result: Result) -> str:
     lines = [f"  {line}" for line in result.log]
     most = MAX_LINES - len(head)
     if len(lines) > most:
-        kept = {n for n, line in enumerate(lines) if "! " in line} | {len(lines) - 1}
-        others = (n for n in reversed(range(len(lines))) if n not in kept)
-        kept |= {*islice(others, max(0, most - len(kept)))}
-        lines = [lines[n] for n in sorted(kept)][-most:]
+        shown = {n for n, line in enumerate(lines) if "! " in line} | {len(lines) - 1}
+        others = (n for n in reversed(range(len(lines))) if n not in shown)
+        shown |= {*islice(others, max(0, most - len(shown)))}
+        lines = [lines[n] for n in sorted(shown)][-most:]
     return "\n".join([*head, *lines])
 
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write a schedule, one line for each fault."""
-    own = msgspec.to_builtins(schedule)
-    faults = own.pop("faults")
-    path.write_bytes(b"\n".join(map(msgspec.json.encode, (own, *faults))) + b"\n")
+    fields = msgspec.to_builtins(schedule)
+    faults = fields.pop("faults")
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, (fields, *faults))) + b"\n")
 
 
 def load(path: Path) -> Schedule:

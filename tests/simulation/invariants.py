@@ -1,4 +1,4 @@
-"""What is always true, looked at after every commit, and at the end."""
+"""The invariants of a simulated run, checked after every commit and at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANSWERS = """select t.answer from rollouts r join transitions t on t.attempt_id 
     where t.late = 0 and t.repeats is null and (r.group_id = ? or r.group_id like ?)
     order by t.seq"""
 NAME = "run"
-SLOTS, LEASE = 2, 9.0  # of a runner; seconds, no other lease is as long
+SLOTS, LEASE = 2, 9.0  # slots of a runner; seconds of its lease, unlike those of all others
 GROUPS = f"""select id, state, claimed_epoch, trained_step, pending from groups
     where run_id = '{NAME}'"""
 RUN = f"select epoch, step, checkpoint from runs where id = '{NAME}'"
@@ -64,7 +64,7 @@ class Invariants:
         self._rows: list[Any] = []  # of groups, as they were read
         self.run: Any = None
         self.leases: dict[str, Any] | None = {}  # of attempts; None: not known
-        self.steps = 0  # the most that the run ever had
+        self.steps = 0  # the most steps that the run ever had
         self.too_early: set[str] = set()  # groups that had been requested when the run was rewound
 
     def open(self) -> None:
@@ -72,18 +72,18 @@ class Invariants:
         self.conn = sqlite3.connect(path, isolation_level=None, cached_statements=64)
 
     def forget(self) -> None:
-        """What was known: a power cut has brought back an earlier state."""
+        """Forget what was read: a power cut has restored an earlier state."""
         self.groups, self._rows, self.run, self.epochs, self.leases = {}, [], None, {}, None
 
     def began(self, process: Process, epoch: int) -> None:
         """A process has opened the run."""
-        others = [other for other, one in self.epochs.items() if one == epoch]
+        others = [pid for pid, other_epoch in self.epochs.items() if other_epoch == epoch]
         check(not others, f"{process} has epoch {epoch}, which another process has already")
         self.epochs[process.pid] = epoch
 
     def owns(self, process: Process) -> bool:
-        """Whether a process that has opened the run still owns it. The newest process need not: one
-        that was suspended before it began may have taken the run over since."""
+        """Whether a process that has opened the run still owns it. Even the newest process may not:
+        one that was suspended before it opened the run may have taken it over since."""
         return self.run is None or self.epochs.get(process.pid) == self.run[0]
 
     def claimed_by(self, runner: str) -> set[str]:
@@ -104,17 +104,17 @@ class Invariants:
         run = self.conn.execute(RUN).fetchone()
         if run is None:
             return
-        found = self.conn.execute(GROUPS).fetchall()
-        if found == self._rows and run == self.run:
+        group_rows = self.conn.execute(GROUPS).fetchall()
+        if group_rows == self._rows and run == self.run:
             return
-        rows = {row[0]: row for row in found}
+        rows = {row[0]: row for row in group_rows}
         self._check_groups(process, run, rows)
-        self.run, self.groups, self._rows = run, rows, found
+        self.run, self.groups, self._rows = run, rows, group_rows
         self._note_too_early(run[1], rows)
 
     def _note_too_early(self, steps: int, groups: Collection[str]) -> None:
-        """Groups that no step but one that was rewound can have requested: they are played with
-        weights that are older than the bound."""
+        """Note groups that only a rewound step can have requested: they are played with weights
+        that are older than the bound."""
         self.steps, shape = max(self.steps, steps), self.world.schedule.shape
         if steps < self.steps and not shape.live:
             ahead = (steps + 1) * shape.groups + int(shape.staleness * shape.groups)
@@ -123,31 +123,31 @@ class Invariants:
             }
 
     def _check_attempts(self) -> None:
-        """A rollout has one at most; a lease that has ended is not renewed; and a claim has no more
-        than was asked for."""
-        known, found = self.leases, self.conn.execute(LEASES).fetchall()
-        if known is not None and found == [*known.values()]:
+        """A rollout has at most one living attempt, a lease that has ended is not renewed, and a
+        claim returns no more rollouts than it asked for."""
+        leases_before, lease_rows = self.leases, self.conn.execute(LEASES).fetchall()
+        if leases_before is not None and lease_rows == [*leases_before.values()]:
             return
-        leases = self.leases = {row[0]: row for row in found}
+        leases = self.leases = {row[0]: row for row in lease_rows}
         rollouts = Counter(row[4] for row in leases.values())
         for rollout, count in rollouts.items():
             check(count == 1, f"rollout {rollout} has {count} living attempts")
-        if known is None:
+        if leases_before is None:
             return
         for id, row in leases.items():
-            before = known.get(id)
+            before = leases_before.get(id)
             if before is None or before == row:
                 continue
             renewed = row[2] == LEASE and row[1] > before[1]
             late = renewed and before[1] <= row[1] - LEASE
             check(not late, f"attempt {id} is renewed after its lease had ended")
-        new = Counter(row[3] for id, row in leases.items() if id not in known)
+        new = Counter(row[3] for id, row in leases.items() if id not in leases_before)
         for runner, count in new.items():
             check(count <= SLOTS, f"{runner} has claimed {count} rollouts at once, not {SLOTS}")
 
     def _check_groups(self, process: Process, run: Any, rows: dict[str, Any]) -> None:
         epoch = run[0]
-        own = self.epochs.get(process.pid)
+        own_epoch = self.epochs.get(process.pid)
         for id, row in rows.items():
             before = self.groups.get(id)
             if before == row:
@@ -159,13 +159,17 @@ class Invariants:
             check(row[4] >= 0, f"group {id} waits for {row[4]} rollouts")
             if state == "claimed" and (before is None or before[2] != row[2]):
                 check(row[2] == epoch, f"group {id} is claimed by epoch {row[2]}, not {epoch}")
-                check(own in (None, epoch), f"{process} of epoch {own} claimed group {id}")
+                check(
+                    own_epoch in (None, epoch), f"{process} of epoch {own_epoch} claimed group {id}"
+                )
             if before is not None and before[1] in ("trained", "discarded"):
                 check(run[1] < self.run[1], f"group {id} was {before[1]} and is {state}")
             if state in ("trained", "discarded") and before is not None:
                 check(before[1] == "claimed", f"group {id} was {before[1]} and is {state}")
                 check(before[2] == epoch, f"group {id} of epoch {before[2]} is {state} by {epoch}")
-                check(own in (None, epoch), f"{process} of epoch {own} trained group {id}")
+                check(
+                    own_epoch in (None, epoch), f"{process} of epoch {own_epoch} trained group {id}"
+                )
         for id in self.groups.keys() - rows.keys():
             check(run[1] < self.run[1], f"group {id} is lost")  # a rewind forgets pruned ones
         started = self.world.started["algorithm"] + self.world.started["learner"]
@@ -174,12 +178,15 @@ class Invariants:
             self.world.say(f"{process}: epoch {run[0]} begins")
         if self.run is not None and run[1] != self.run[1]:
             self.world.say(f"{process}: the run has {run[1]} steps, checkpoint {run[2]}")
-            check(own in (None, epoch), f"{process} of epoch {own} committed step {run[1]}")
+            check(
+                own_epoch in (None, epoch),
+                f"{process} of epoch {own_epoch} committed step {run[1]}",
+            )
             self._check_checkpoint(run)
 
     def _check_checkpoint(self, run: Any) -> None:
         """The checkpoint that the run names is whole, and has exactly the committed steps; a large
-        one may lack the last, during which it was written."""
+        one may lack the last step, during which it was written."""
         if run[2] is None:
             return
         path = self.world.folder / "out" / run[2] / "state.json"
@@ -193,7 +200,7 @@ class Invariants:
         )
 
     def after_power_cut(self) -> None:
-        """What the run names was synced before."""
+        """The checkpoint that the run names was synced before the power cut."""
         run = self.conn.execute(RUN).fetchone()
         if run is not None and run[2] is not None and run[2] not in self.world.damaged:
             try:
@@ -202,13 +209,13 @@ class Invariants:
                 raise Violation(f"after a power cut: {error}") from None
 
     def _trained(self) -> list[list[str]]:
-        found: dict[int, list[str]] = {}
+        by_step: dict[int, list[str]] = {}
         for id, step in self.conn.execute(
             "select id, trained_step from groups where run_id = ? and state = 'trained' order by 1",
             (NAME,),
         ):
-            found.setdefault(step, []).append(id)
-        return [found[step] for step in sorted(found)]
+            by_step.setdefault(step, []).append(id)
+        return [by_step[step] for step in sorted(by_step)]
 
     def at_end(self) -> None:
         self._look(self.world.system.kernel)
@@ -231,16 +238,16 @@ class Invariants:
         check(digest == wanted, f"the weights at the end are {digest}, undisturbed {wanted}")
 
     def check_counters(self, conn: sqlite3.Connection) -> None:
-        """The counters of each run are those of its rows; admission and readiness follow them."""
+        """The counters of each run match its rows: admission and readiness depend on them."""
         for run, *numbers in conn.execute(COUNTED):
-            known, counted = numbers[:4], numbers[4:]
-            check(known == counted, f"run {run} counts {known}, its rows are {counted}")
-        for group, pending, found in conn.execute(PENDING):
-            check(False, f"group {group} waits for {pending} rollouts, {found} are to come")
+            counters, counted = numbers[:4], numbers[4:]
+            check(counters == counted, f"run {run} counts {counters}, its rows are {counted}")
+        for group, pending, unfinished in conn.execute(PENDING):
+            check(False, f"group {group} waits for {pending} rollouts, {unfinished} are to come")
 
     def _check_sessions(self) -> None:
-        """Every session is trained once, whole: its calls are the answers that its user read.
-        Those of a session whose lease the clock has ended are not recorded."""
+        """Every session is trained once and whole: its calls are the answers that its user read.
+        Calls of a session whose lease was ended by the clock may not be recorded."""
         leased = self.world.system.lost_time < SESSION_LEASE
         states = {row[1] for row in self.groups.values()}
         check(states == {"trained"}, f"sessions at the end are {states}")
@@ -259,14 +266,14 @@ class Invariants:
             check(held, f"{name} read {cut!r} of its last answer, stored are {stored}")
 
     def _answers(self, session: str) -> list[str]:
-        """What is stored of the answers that a session's user was given."""
+        """The stored answers of a session."""
         group = session_group(NAME, session)
         rows = self.conn.execute(ANSWERS, (group, f"{group}-%"))
         return [json.loads(answer)["content"] for (answer,) in rows]
 
     def forget_unstored_cuts(self) -> None:
-        """A gateway that is killed takes with it what it had not stored of an answer whose user did
-        not wait for its end: no other process had all of it."""
+        """A killed gateway loses an unstored answer whose user did not wait for its end: no other
+        process had all of it."""
         for session, cut in [*self.world.cut.items()]:
             if not any(text.startswith(cut) for text in self._answers(session)):
                 del self.world.cut[session]
@@ -277,7 +284,7 @@ class Invariants:
         return f"{fold['digest']}/{fold['reference']}"
 
     def _check_calls(self) -> None:
-        """The calls of a trained rollout are those that its agent got answers to, in order."""
+        """The calls of a trained rollout are those whose answers its agent got, in order."""
         query = """select r.id, r.result, t.logprobs, t.version, g.trained_step, t.id, g.id
             from rollouts r join groups g on g.id = r.group_id
             join transitions t on t.attempt_id = r.attempt_id
@@ -303,5 +310,5 @@ class Invariants:
             check(result is not None, f"{rollout} is trained, but has no result")
             heard = result["serials"]
             check(heard == numbers, f"{rollout}: its agent heard {heard}, stored are {numbers}")
-        every = [number for numbers in stored.values() for number in numbers]
-        check(len(set(every)) == len(every), "an answer is stored as two calls")
+        all_numbers = [number for numbers in stored.values() for number in numbers]
+        check(len(set(all_numbers)) == len(all_numbers), "an answer is stored as two calls")

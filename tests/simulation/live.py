@@ -25,7 +25,7 @@ from tests.simulation.actors import SimulatedGateway, SimulatedServer, opened
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-SESSIONS, CALLS = 3, 3  # of the users, and of a session
+SESSIONS, CALLS = 3, 3  # sessions of a run, one for each user, and calls of a session
 PAUSE = 0.5  # seconds until a user repeats a request
 
 
@@ -53,19 +53,19 @@ async def gateway(world: World, config: RunConfig) -> None:
 
 
 async def learner(world: World, config: RunConfig) -> None:
-    """Serves a version, and trains every session that has ended once."""
+    """Serve a version, and train every ended session once."""
     async with open_store(config.store) as store:
         state = await run_folder.open_as_child(store, config)
         world.began(state)
         server = SimulatedServer(world)
         await server.start()
-        known = await records.live_state(store, config.name)
-        if not known.versions:
+        live_state = await records.live_state(store, config.name)
+        if not live_state.versions:
             row = Version(version=0, step=0, path="v", offered=0.0, kind="first")
             await records.put_version(store, config.name, row)
-        if known.lanes is None:
+        if live_state.lanes is None:
             event = Event(time=0.0, kind="first", version=0, lanes=Lanes(serving=0), why="first")
-            await records.decide(store, config.name, known, event)
+            await records.decide(store, config.name, live_state, event)
         name, url = policy_of(0), server.base_url
         policy = PolicyVersion(run=config.name, policy=name, version=0, base_url=url, model=POLICY)
         await store.publish(policy, epoch=state.epoch)
@@ -96,7 +96,7 @@ async def _in_progress(store: Any, run: str) -> bool:
 
 
 async def users(world: World) -> None:
-    """Everybody who has sessions; nothing happens to them."""
+    """All users of the run; no fault affects them."""
     await asyncio.gather(*(user(world, n) for n in range(SESSIONS)))
 
 
@@ -108,11 +108,11 @@ async def user(world: World, n: int) -> None:
         await asyncio.sleep(draw.random() * 3)
         stream = draw.random() < 0.5
         cut = stream and turn == CALLS - 1 and draw.random() < 0.7
-        said = await _ask(world, name, messages, stream=stream, cut=cut)
-        if said is None:
+        answer = await _ask(world, name, messages, stream=stream, cut=cut)
+        if answer is None:
             break
-        heard.append(said)
-        messages = [*messages, {"role": "assistant", "content": said}, _user(f"more {turn}")]
+        heard.append(answer)
+        messages = [*messages, {"role": "assistant", "content": answer}, _user(f"more {turn}")]
     await _end(world, name)
     world.users_left -= 1
 
@@ -122,7 +122,7 @@ def _user(text: str) -> dict[str, str]:
 
 
 async def _ask(world: World, name: str, messages: Any, *, stream: bool, cut: bool) -> str | None:
-    """One call, repeated until it is answered; None if it is cut by the end of the session."""
+    """One call, repeated until it is answered; None if the user ends the session during it."""
     body = {"model": "model", "messages": messages, "stream": stream}
     while True:
         reader = Reader(world)
@@ -182,10 +182,10 @@ class Reader:
     def __init__(self, world: World) -> None:
         self.world, self.data, self.ended = world, b"", False
 
-    async def write_headers(self, *given: Any) -> None: ...
+    async def write_headers(self, *arguments: Any) -> None: ...
     def send_headers(self) -> None: ...
     def enable_chunking(self) -> None: ...
-    def enable_compression(self, *given: Any) -> None: ...
+    def enable_compression(self, *arguments: Any) -> None: ...
     async def drain(self) -> None: ...
 
     async def write(self, chunk: bytes, **more: Any) -> None:
@@ -200,13 +200,13 @@ class Reader:
 
     @property
     def text(self) -> str:
-        """What was said so far."""
-        said = ""
+        """The text that was streamed so far."""
+        content = ""
         for line in self.data.split(b"\n\n"):
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:]).get("choices", []):
-                    said += choice["delta"].get("content") or ""
-        return said
+                    content += choice["delta"].get("content") or ""
+        return content
 
     def whole(self, response: Any) -> str | None:
         """The answer, if it is complete."""

@@ -38,7 +38,7 @@ class Stuck(Exception):
 
 
 class Process:
-    """What a kill ends. `frozen_until`: it is suspended until then."""
+    """A process, which a kill ends. `frozen_until`: time until which it is suspended."""
 
     def __init__(self, loop: SimulatedLoop, name: str, pid: int) -> None:
         self.loop, self.name, self.pid = loop, name, pid
@@ -46,7 +46,7 @@ class Process:
         self.tasks: list[Any] = []  # that it has begun
         self.threads: set[Thread] = set()
         self.idle: list[PoolThread] = []  # of its pools
-        self.kept: list[Any] = []  # what it would have executed
+        self.unexecuted: list[Any] = []  # what it would have executed
         self.owned: list[Callable[[], None]] = []  # frees what the kernel frees at its end
         self.main = Lane(self)
         self.context = contextvars.Context()
@@ -143,9 +143,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return SimulatedFuture(loop=self)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        made = Callback(callback, args, contextvars.copy_context() if context is None else context)
-        self._enqueue(made)
-        return made
+        handle = Callback(
+            callback, args, contextvars.copy_context() if context is None else context
+        )
+        self._enqueue(handle)
+        return handle
 
     call_soon_threadsafe = call_soon
 
@@ -253,7 +255,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._lanes[place] = last
 
     def clear(self) -> None:
-        """Forget all that would be executed."""
+        """Forget all pending callbacks."""
         for lane in (*self._lanes, *self._parked):
             lane.queue.clear()
         self._heap.clear()
@@ -266,7 +268,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         for lanes in (self._lanes, self._parked):
             for lane in lanes:
                 if lane.process is process:
-                    process.kept.append(lane.queue)
+                    process.unexecuted.append(lane.queue)
                     lane.queue = deque()
                     lane.listed = False
             lanes[:] = [lane for lane in lanes if lane.process is not process]
@@ -281,7 +283,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         context.run(LANE.set, Lane(self.kernel))
         self.call_at(process.frozen_until, self._thaw, process, context=context)
 
-    kernel: Process  # in whose lanes what is no process happens
+    kernel: Process  # its lanes run what belongs to no process
 
     def _thaw(self, process: Process) -> None:
         if process.frozen_until > self.now:
@@ -364,8 +366,8 @@ class Thread:
             THREADS.pop(greenlet.getcurrent(), None)
             self._ended = True
             self.process.threads.discard(self)
-            for one in self._waiting:
-                one.wake()
+            for thread in self._waiting:
+                thread.wake()
 
 
 class PoolThread(Thread):
@@ -391,10 +393,10 @@ THREADS: dict[Any, Thread] = {}
 
 def current_thread() -> Thread:
     """Raises RuntimeError on an event loop, which nobody may block."""
-    found = THREADS.get(greenlet.getcurrent())
-    if found is None:
+    thread = THREADS.get(greenlet.getcurrent())
+    if thread is None:
         raise RuntimeError("an event loop is blocked")
-    return found
+    return thread
 
 
 def sleep(seconds: float) -> None:

@@ -1,8 +1,8 @@
 """The simulated network: connections to the store's server, and calls of policy servers.
 
-A message takes a while. Faults lose a request or its answer, deliver a request twice, or late: then
-its connection breaks at once, so that the client repeats it, and the first comes after the second.
-Invariant: what a killed process was sent is lost, and its peers see their connections break.
+A message takes a while. Faults lose a request or its answer, or deliver a request twice or late. A
+late request's connection breaks at once, so the client repeats it, and the first comes second.
+Invariant: messages to a killed process are lost, and its peers see their connections break.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Network:
         answer, here = loop.create_future(), contextvars.copy_context()
 
         async def serve() -> None:
-            found = await server.answer(body)
-            loop.call_later(self.delay(), _deliver, answer, found, context=here)
+            result = await server.answer(body)
+            loop.call_later(self.delay(), _deliver, answer, result, context=here)
 
         server.process.owned.append(
             lambda: loop.call_later(self.delay(), _deliver, answer, None, context=here)
         )
         loop.create_task(serve(), context=server.process.context.copy())
-        found: tuple[dict[str, str], bytes] | None = await answer
-        if found is None or is_lost("response"):
+        reply: tuple[dict[str, str], bytes] | None = await answer
+        if reply is None or is_lost("response"):
             raise aiohttp.ClientConnectionError("reset")
-        return found
+        return reply
 
     # -- the store's server ------------------------------------------------------------------------
 
@@ -139,14 +139,14 @@ class Transport(asyncio.Transport):
     async def _serve(self, app: Any, request: Any, heard: bool) -> None:
         scope, body = request
         half = len(body) // 2 if len(body) > PACKET else 0
-        given = [{"type": "http.request", "body": body[half:]}]
+        events = [{"type": "http.request", "body": body[half:]}]
         if half:
-            given.append({"type": "http.request", "body": body[:half], "more_body": True})
+            events.append({"type": "http.request", "body": body[:half], "more_body": True})
         answered = list[Any]()
 
         async def receive() -> Any:
-            if given:
-                return given.pop()
+            if events:
+                return events.pop()
             if not self.gone.done() and heard:
                 await asyncio.wait((self.gone,))
             elif not heard:

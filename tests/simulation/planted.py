@@ -41,13 +41,16 @@ def search(patch: Path, *, max_seeds: int, processes: int) -> dict[str, Any]:
         done = subprocess.run(
             command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=False
         )
-        found = json.loads(done.stdout)
-    why = found["violated"][0][1] if found["violations"] else ""
-    return {"found": bool(why), "seeds": found["schedules"], "why": why}
+        report = json.loads(done.stdout)
+    why = report["violated"][0][1] if report["violations"] else ""
+    return {"found": bool(why), "seeds": report["schedules"], "why": why}
 
 
 def search_all(*, max_seeds: int, processes: int) -> dict[str, Any]:
-    each = {
+    results = {
         patch.stem: search(patch, max_seeds=max_seeds, processes=processes) for patch in PATCHES
     }
-    return {"planted_found": sum(one["found"] for one in each.values()), "planted": each}
+    return {
+        "planted_found": sum(result["found"] for result in results.values()),
+        "planted": results,
+    }

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ENOUGH = 20  # faults with an effect, after which no more happen
-FAULTS = 48  # that are drawn, as some find nobody; if too few had an effect, kills follow
+FAULTS = 48  # drawn faults, of which some find no target; if too few had an effect, kills follow
 GAP, PAUSES = 150, 0.25  # callbacks between two bursts of faults, at most; share of faults
 BURST = 20  # callbacks between two faults of a burst, at most
-HTTP = 1.6  # times as many
+HTTP = 1.6  # factor of GAP if processes reach the store through a server
 STEPS = (1, 1, 2, 2, 3)  # of a run: most callbacks of a long one come after its last fault
 STORE = "store"  # name of the store's server
 
@@ -75,10 +75,10 @@ class Fault:
         process = world.alive(self.target) if self.target else None
         if self.target and process is None:
             return
-        if self.kind == "rot":  # as soon as there is one, also if others have had enough
+        if self.kind == "rot":  # waits for a checkpoint, even if enough faults had an effect
             world.rotting.append(self)
             return
-        if self.kind not in WORDS:  # else when it meets a message
+        if self.kind not in WORDS:  # these have an effect once they meet a message
             world.had_effect(self)
         if process is not None:
             self._to(world, process)
@@ -191,13 +191,13 @@ def drawn(seed: int) -> Schedule:
     longest = int(GAP * (HTTP if shape.http else 1.0))
     usual = LIVE if shape.live else (*COMMON, *(REMOTE if shape.http else LOCAL))
     usual += ("abort",) * 8 if shape.retried else ()
-    kinds = draw.sample(usual, min(len(usual), 8))  # a schedule has a few of them, often
+    kinds = draw.sample(usual, min(len(usual), 8))  # a schedule has few kinds, each often
     faults = [drawn_fault(draw, shape, draw.choice(kinds), longest) for _ in range(FAULTS)]
     return Schedule(seed, shape, tuple(faults), 1 + draw.randrange(longest), ENOUGH)
 
 
 def drawn_gap(draw: random.Random, longest: int) -> int:
-    """Faults come in bursts, between which a run goes on: else all would meet its first step."""
+    """Faults come in bursts, between which a run goes on: else all would hit its first step."""
     return 1 + draw.randrange(longest if draw.random() < PAUSES else BURST)
 
 

@@ -69,7 +69,7 @@ class System:
         if process.alive:
             self.graveyard.append((process, [*process.tasks], [*process.threads]))
             self.loop.kill(process)
-            for descriptor in [d for d, one in self.descriptors.items() if one is process]:
+            for descriptor in [d for d, owner in self.descriptors.items() if owner is process]:
                 del self.descriptors[descriptor]
                 with contextlib.suppress(OSError):
                     REAL_CLOSE(descriptor)
@@ -94,7 +94,7 @@ class System:
         return pid
 
     def aborted(self) -> Exception:
-        """What a statement or commit of an aborted transaction raises."""
+        """The error that a statement or commit of an aborted transaction raises."""
         error = self.sqlite_error("SQLITE_IOERR", "disk I/O error")
         return Aborted(*error.args) if self.retries else error
 
@@ -119,7 +119,8 @@ class System:
             REAL_CLOSE(descriptor)
 
     def connection(self, *args: Any, **more: Any) -> SimulatedConnection:
-        """One that a process has left behind, if there is one: a new one reads the schema."""
+        """A connection that a process has left, if there is one: a new one has to read the
+        schema."""
         if self.idle:
             conn = self.idle.pop()
             conn.execute("pragma query_only = off")
@@ -140,7 +141,7 @@ REAL_OPEN, REAL_CLOSE, REAL_LISTDIR = os.open, os.close, os.listdir
 
 
 class SimulatedConnection(sqlite.SqliteConnection):
-    """Lets faults happen at statements and commits, and others run meanwhile."""
+    """Lets faults happen, and other processes run, at statements and commits."""
 
     system: System | None = None  # while a process has it
     process: Process
@@ -153,7 +154,7 @@ class SimulatedConnection(sqlite.SqliteConnection):
             self.leave(self.uses)
 
     def leave(self, use: int) -> None:
-        """What a killed process has not committed is rolled back."""
+        """Roll back what a process has not committed, and keep the connection for another."""
         if self.system is not None and use == self.uses:
             system, self.system = self.system, None
             self.rollback()
@@ -165,17 +166,17 @@ class SimulatedConnection(sqlite.SqliteConnection):
             return super().execute(sql, parameters)
         if sql == "commit":
             system.at_commit(self.process, "before")
-            found = super().execute(sql)
+            cursor = super().execute(sql)
             system.at_commit(self.process, "after")
-            return found
+            return cursor
         if self.in_transaction and not sql.startswith("rollback"):  # which no database refuses
             system.statement(self.process)
         return super().execute(sql, parameters)
 
 
 class Aborted(sqlite3.OperationalError):
-    """As PostgreSQL's for a deadlock or a serialization failure: nothing of the transaction is
-    stored, and it may be run again."""
+    """Like PostgreSQL's error for a deadlock or a serialization failure: nothing of the transaction
+    is stored, and it may be run again."""
 
     sqlite_errorname, sqlite_errorcode = "SQLITE_BUSY", sqlite3.SQLITE_BUSY
 
@@ -213,16 +214,16 @@ class DatagramSocket:
         return self._received.pop(0)
 
     def sendto(self, message: bytes, path: str) -> None:
-        other = self._system.sockets.get(path)
-        if other is None:
+        receiver = self._system.sockets.get(path)
+        if receiver is None:
             raise FileNotFoundError(path)
-        if not other.process.alive:
+        if not receiver.process.alive:
             raise ConnectionRefusedError(path)
         if self._system.is_lost("notification"):
             return
-        other._received.append(message)
-        if other._waiting is not None:
-            other._waiting.wake()
+        receiver._received.append(message)
+        if receiver._waiting is not None:
+            receiver._waiting.wake()
 
     def close(self) -> None:
         self._system.sockets.pop(self._path, None)
@@ -244,10 +245,10 @@ class InlinePool:
 
 @contextmanager
 def harmless() -> Iterator[None]:
-    """What is closed now belongs to processes that were killed: it has no effect."""
+    """Context in which closing has no effect, because it happens for killed processes."""
     quiet = sys.unraisablehook
-    sys.unraisablehook = lambda *given: None
-    nothing = lambda *given, **more: None  # noqa: E731
+    sys.unraisablehook = lambda *arguments: None
+    nothing = lambda *arguments, **more: None  # noqa: E731
     try:
         with patch.object(os, "close", nothing), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -258,7 +259,7 @@ def harmless() -> Iterator[None]:
 
 @contextmanager
 def installed(system: System) -> Iterator[None]:
-    """The real code runs on this system."""
+    """Context in which the library's code runs on this system."""
     real_socket = socket.socket
 
     def make_socket(family: int = -1, kind: int = -1, *more: Any, **named: Any) -> Any:

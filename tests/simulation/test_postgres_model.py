@@ -1,5 +1,5 @@
-"""What the simulation takes PostgreSQL for, against the real server: a transaction that the
-database aborts leaves nothing, is run again, and its verb has its effect once."""
+"""The simulation's model of PostgreSQL against the real server: a transaction that the database
+aborts leaves nothing, is run again, and its verb takes effect once."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def history(answers: list[str], verbs: list[Counted], counts: list[int]) -> Hist
 
 
 async def of_server(url: str) -> History:
-    """Two writers lock the same rows in another order: the server aborts one of them."""
+    """Two writers lock the same rows in opposite orders: the server aborts one of them."""
     barrier = threading.Barrier(2, timeout=20)
     verbs = [Counted("a", "b", barrier.wait), Counted("b", "a", barrier.wait)]
-    async with open_store(url) as one, open_store(url) as other:
+    async with open_store(url) as first_store, open_store(url) as second_store:
         for run in RUNS:
-            await one.open_run(run, {})
-        writers = [cast(SqlStore, store)._writer for store in (one, other)]
+            await first_store.open_run(run, {})
+        writers = [cast(SqlStore, store)._writer for store in (first_store, second_store)]
         answers = await asyncio.gather(*map(lambda w, v: w.post(v), writers, verbs))
-        counts = [(await one.counts(run)).queued for run in RUNS]
+        counts = [(await first_store.counts(run)).queued for run in RUNS]
     return {
         "answers": answers,
         "repeated": sum(v.executed for v in verbs) > len(verbs),
@@ -75,7 +75,7 @@ def of_model(folder: Path) -> History:
     system = System(loop)
     system.retries = True
     process = system.new_process("writer")
-    verbs, found = [Counted("a", "b"), Counted("b", "a")], History()
+    verbs, result = [Counted("a", "b"), Counted("b", "a")], History()
 
     def abort(process: Any) -> None:
         if verbs[1].executed == 1:
@@ -91,7 +91,7 @@ def of_model(folder: Path) -> History:
             system.statement = abort
             answers = [first, await writer.post(verbs[1])]
             counts = [(await store.counts(run)).queued for run in RUNS]
-        found.update(
+        result.update(
             answers=answers, repeated=sum(v.executed for v in verbs) > len(verbs), counts=counts
         )
 
@@ -100,7 +100,7 @@ def of_model(folder: Path) -> History:
         loop.run(task.done)
         task.result()
     loop.close()
-    return found
+    return result
 
 
 async def test_an_aborted_transaction_is_run_again(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Schedules violate nothing, and what runs them is itself true: see README.md."""
+"""Schedules violate no invariant, and the simulator itself is correct: see README.md."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_schedules_violate_no_invariant() -> None:
         [*command, "--seeds", str(SEEDS)], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": "0"},
         stdout=subprocess.PIPE, check=False,
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert found["violated"] == []
-    assert found["schedules"] == SEEDS
-    assert found["faults_min"] >= 20  # that had an effect
+    report = json.loads(done.stdout)
+    assert report["violated"] == []
+    assert report["schedules"] == SEEDS
+    assert report["faults_min"] >= 20  # that had an effect
 
 
 def test_patches_of_planted_faults_apply() -> None:
@@ -48,7 +48,7 @@ FREQUENT = ("claim_without_limit", "epoch_not_raised", "fence_not_checked")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FREQUENT)
 def test_a_planted_fault_is_found(name: str) -> None:
-    (patch,) = (each for each in PATCHES if each.stem == name)
+    (patch,) = (path for path in PATCHES if path.stem == name)
     assert search(patch, max_seeds=100, processes=2)["found"]
 
 
@@ -67,14 +67,14 @@ for shape in (Shape(), Shape(http=True), Shape(live=True)):
 
 
 def test_a_schedule_is_the_same_whenever_it_is_run() -> None:
-    """In a process of its own, as schedules are run: others leave caches and connections."""
+    """Run in a separate process, as schedules are: other tests leave caches and connections."""
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, env=environment, check=True)
 
 
 @pytest.mark.parametrize("shape", [Shape(steps=1, groups=1), Shape(http=True), Shape(live=True)])
 def test_kills_follow_if_too_few_faults_had_an_effect(shape: Shape) -> None:
-    """Nobody has the name of these faults' target."""
+    """No process has the name that these faults target."""
     faults = (Fault("kill", "nobody", 0.0, 5),) * 40
     world = explore.simulate(Schedule(0, shape, faults, at_least=20))
     assert world.violation is None
@@ -95,11 +95,11 @@ def test_faults_that_are_left_happen_when_they_did() -> None:
 
 
 def times(schedule: Schedule) -> list[int]:
-    at, found = schedule.first, []
+    at, moments = schedule.first, []
     for fault in schedule.faults:
-        found.append(at)
+        moments.append(at)
         at += fault.gap
-    return found
+    return moments
 
 
 def test_what_violates_is_shrunk_and_described(monkeypatch: pytest.MonkeyPatch) -> None:

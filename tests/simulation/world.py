@@ -56,15 +56,15 @@ class World:
         self.log: list[str] = []
         self.effective: dict[int, Fault] = {}  # faults that had an effect
         self.serial = 0
-        self.given: set[str] = set()  # attempts that workers were given
+        self.delivered: set[str] = set()  # attempts that workers received
         self.of_former_owners: set[int] = set()  # answers of servers whose run another one owns
-        self.heard: dict[str, list[str]] = {}  # what users of live sessions were answered
+        self.heard: dict[str, list[str]] = {}  # live session -> answers that its user read
         self.damaged: set[str] = set()  # checkpoints, as the store names them
-        self.only_whole: str | None = None  # checkpoint that has no earlier one which is whole
-        self.cut: dict[str, str] = {}  # what they had read of an answer when they ended a session
+        self.only_whole: str | None = None  # checkpoint without an undamaged earlier one
+        self.cut: dict[str, str] = {}  # live session -> what was read of the answer that it cut off
         self.users_left = live.SESSIONS
         self.started: Counter[str] = Counter()
-        self.lost: defaultdict[str, list[Fault]] = defaultdict(list)  # a message for each
+        self.lost: defaultdict[str, list[Fault]] = defaultdict(list)  # one entry for each message
         self.armed: dict[str, list[Fault]] = {}
         self.rotting: list[Fault] = []  # each damages a checkpoint
         self.violation: Violation | None = None
@@ -103,7 +103,7 @@ class World:
         logging.disable(logging.CRITICAL)
         self._collects = gc.isenabled()
         gc.disable()
-        sys.unraisablehook = lambda *given: None
+        sys.unraisablehook = lambda *arguments: None
         try:
             large = -1 if self.schedule.shape.large else saving.LARGE
             with (
@@ -150,13 +150,13 @@ class World:
         return self.finished
 
     def _bury(self) -> None:
-        """Free what was killed, while nothing that it does has an effect any more."""
+        """Free the killed processes, when nothing that they do has an effect any more."""
         self.system.over = True
         for process in self.system.by_pid.values():
             self.system.kill(process)
             process.tasks.clear()
             process.threads.clear()
-            process.kept.clear()
+            process.unexecuted.clear()
         self.system.close_idle()
         self.loop.close()
         self.loop.clear()
@@ -215,7 +215,7 @@ class World:
             self.restart(process.name)
 
     def _may_end_with(self, process: Process, error: BaseException | None) -> bool:
-        """Whether a process may end so; its supervisor starts it again."""
+        """Whether a process may end with this error; its supervisor then starts it again."""
         full = isinstance(error, AgentRLError) and "cannot be written" in str(error)
         return full or isinstance(error, Unavailable | Fenced)
 
@@ -228,8 +228,8 @@ class World:
 
     def gateway_lives(self, call: Any = None) -> bool:
         """Whether the gateway of a live run lives, and `call` is one that it answers."""
-        found = self.network.gateway
-        return bool(found) and found[0].alive and (call is None or call.process is found[0])
+        gateway = self.network.gateway
+        return bool(gateway) and gateway[0].alive and (call is None or call.process is gateway[0])
 
     # -- what actors tell --------------------------------------------------------------------------
 
@@ -271,8 +271,8 @@ class World:
 
     def alive(self, target: str) -> Process | None:
         """The living process of a name, the last that was started."""
-        found = self.system.processes.get(target)
-        return found if found is not None and found.alive else None
+        process = self.system.processes.get(target)
+        return process if process is not None and process.alive else None
 
     def kill(self, process: Process, pause: float = RESTART) -> None:
         current = self.system.processes[process.name] is process
@@ -303,8 +303,8 @@ class World:
         self.loop.call_later(pause, end, context=self.kernel_context())
 
     def _damage_checkpoint(self) -> bool:
-        """Damage a file of the newest checkpoint, if an earlier one is whole, and kill who has what
-        was in it."""
+        """Damage a file of the newest checkpoint, if an earlier one is whole, and kill the process
+        that has its content in memory."""
         run, shape = self.invariants.run, self.schedule.shape
         if shape.keep < 2:  # no earlier one
             return False
@@ -313,7 +313,7 @@ class World:
         path = self.folder / "out" / run[2]
         identity = json.loads((path / STATE).read_text())["run"]
         earlier = earlier_checkpoints(path.parent, path, identity)
-        if not any(f"checkpoints/{one.name}" not in self.damaged for one in earlier):
+        if not any(f"checkpoints/{checkpoint.name}" not in self.damaged for checkpoint in earlier):
             self.only_whole = run[2]
             return False
         self.say(f"! a file of {run[2]} is damaged, and its algorithm killed")
@@ -338,14 +338,14 @@ class World:
         return self.loop.executed + (1 if self._has_all_steps() else BURST // 2)
 
     def _has_all_steps(self) -> bool:
-        """Whether a run has only to end."""
+        """Whether a run has all its steps, and only has to end."""
         shape, run = self.schedule.shape, self.invariants.run
         if shape.live:
             return self.users_left == 0
         return run is not None and run[1] >= shape.steps
 
     def _is_ending(self) -> bool:
-        """Whether a run is in its last step: what is left of its faults then comes at once."""
+        """Whether a run is in its last step: its remaining faults then follow at once."""
         shape, run = self.schedule.shape, self.invariants.run
         if shape.live:
             return self.users_left < live.SESSIONS
@@ -398,7 +398,7 @@ def settings(shape: Shape) -> RunConfig:
     )  # fmt: skip
 
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a folder that is on no disk
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a folder in memory
 _TEMPLATE: list[Path] = []
 
 

@@ -60,6 +60,9 @@ class PeopleConfig(Section, frozen=True):
     """Users' rights, and limits of what one user can do to the policy."""
 
     user_header: str = "x-user-id"  # request header with the id of the user; stored as a hash
+    # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
+    # made and kept in the store.
+    secret_env: str = ""
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
     per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
 

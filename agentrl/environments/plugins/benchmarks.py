@@ -33,7 +33,7 @@ class Dialogue(Episode):
         names = map(config.MULTI_TURN_FUNC_DOC_FILE_MAPPING.get, entry["involved_classes"])
         self.docs = {d["name"]: d for name in names for d in lines(f"multi_turn_func_doc/{name}")}
         self.entry, self.truth, self.turn = entry, truth, 0
-        self.made: list[list[list[str]]] = [[] for _ in truth]  # turn -> replies -> calls
+        self.calls: list[list[list[str]]] = [[] for _ in truth]  # turn -> replies -> calls
         self.who = f"m{uuid4().hex}"  # BFCL keeps instances in global variables with this prefix
 
     def reset(self) -> Any:
@@ -45,24 +45,24 @@ class Dialogue(Episode):
 
     def step(self, reply: dict[str, Any]) -> tuple[Any, float | None, bool]:
         if calls := reply.get("tool_calls"):
-            self.made[self.turn] += [code := [as_python(c["function"], self.docs) for c in calls]]
-            said, _ = import_module(f"{CHECKER}utils").execute_multi_turn_func_call(
+            self.calls[self.turn] += [code := [as_python(c["function"], self.docs) for c in calls]]
+            outputs, _ = import_module(f"{CHECKER}utils").execute_multi_turn_func_call(
                 code, *map(self.entry.get, ("initial_config", "involved_classes")), self.who,
                 self.entry["id"], long_context="long_context" in self.entry["id"])  # fmt: skip
             rows = [{"role": "tool", "tool_call_id": call["id"], "content": text}
-                    for call, text in zip(calls, said, strict=True)]  # fmt: skip
-            over = len(self.made[self.turn]) > 20  # BFCL's limit of a turn
+                    for call, text in zip(calls, outputs, strict=True)]  # fmt: skip
+            over = len(self.calls[self.turn]) > 20  # BFCL's limit of a turn
             return rows, 0.0 if over else None, over
         self.turn += 1
         if self.turn < len(self.truth):
             return self.reset(), None, False
         check = import_module(f"{CHECKER}checker").multi_turn_checker
-        return "", number(check(self.made, self.truth, self.entry, "", self.who)["valid"]), True
+        return "", number(check(self.calls, self.truth, self.entry, "", self.who)["valid"]), True
 
     def close(self) -> None:
-        known = vars(import_module(f"{CHECKER}utils"))
-        for name in [name for name in known if name.startswith(self.who)]:
-            del known[name]
+        module_globals = vars(import_module(f"{CHECKER}utils"))
+        for name in [name for name in module_globals if name.startswith(self.who)]:
+            del module_globals[name]
 
 
 class Request(Episode):
@@ -78,14 +78,14 @@ class Request(Episode):
     def step(self, reply: dict[str, Any]) -> tuple[str, float, bool]:
         language = import_module("bfcl_eval.constants.enums").Language.PYTHON
         calls = [call["function"] for call in reply.get("tool_calls") or []]
-        made = [{call["name"]: arguments_of(call["arguments"])} for call in calls]
-        check, given = ast_checker(), (self.entry["function"], made, self.truth)
+        named_calls = [{call["name"]: arguments_of(call["arguments"])} for call in calls]
+        check, arguments = ast_checker(), (self.entry["function"], named_calls, self.truth)
         try:
-            found = check(*given, language, self.what, OWN)
+            verdict = check(*arguments, language, self.what, OWN)
         except (TypeError, AttributeError, LookupError, ValueError):
             # BFCL's checker expects lists and objects where the schema has them.
             return "", 0.0, True
-        return "", number(found["valid"]), True
+        return "", number(verdict["valid"]), True
 
 
 OWN = "agentrl"  # model name for BFCL's checker, which determines the spelling of functions
@@ -99,8 +99,8 @@ def spelled(name: str) -> str:
 def ast_checker() -> Any:
     """BFCL's checker of calls. It imports a module with the names of models, which imports the
     clients of all providers, but reads only one field of it."""
-    known = SimpleNamespace(MODEL_CONFIG_MAPPING={OWN: SimpleNamespace(underscore_to_dot=True)})
-    sys.modules.setdefault("bfcl_eval.constants.model_config", known)  # type: ignore[arg-type]
+    config = SimpleNamespace(MODEL_CONFIG_MAPPING={OWN: SimpleNamespace(underscore_to_dot=True)})
+    sys.modules.setdefault("bfcl_eval.constants.model_config", config)  # type: ignore[arg-type]
     return import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
 
 
@@ -121,8 +121,8 @@ class BFCL(Environment):
     def tasks(self, split: str) -> Iterable[dict[str, Any]]:
         for task in fifths(self.entries, split):
             entry, _ = self.entries[task["input"]]
-            asked = [entry["question"], entry.get("function")]
-            yield task | {"question": digest(asked)}
+            question = [entry["question"], entry.get("function")]
+            yield task | {"question": digest(question)}
 
     def open(self, input: Any) -> Dialogue | Request:
         (entry, name), truth = self.entries[input], self.truth[input]
@@ -139,7 +139,7 @@ class BFCL(Environment):
 def allowed(truth: list[dict[str, dict[str, list[Any]]]]) -> list[dict[str, Any]]:
     """Tool calls with the first value that BFCL allows of each argument."""
     calls = []
-    for i, [(name, values)] in enumerate(one.items() for one in truth):
+    for i, [(name, values)] in enumerate(row.items() for row in truth):
         function = {"name": spelled(name), "arguments": json.dumps(first_values(values))}
         calls.append({"id": f"call_{i}", "type": "function", "function": function})
     return calls
@@ -148,13 +148,13 @@ def allowed(truth: list[dict[str, dict[str, list[Any]]]]) -> list[dict[str, Any]
 def first_values(values: dict[str, list[Any]]) -> dict[str, Any]:
     """The first allowed value of each argument; in objects every field has a list of allowed
     values, too. "" in a list: the argument may be omitted."""
-    given = {key: next((x for x in some if x != ""), None) for key, some in values.items()}
-    return {key: plain_value(value) for key, value in given.items() if value is not None}
+    chosen = {key: next((x for x in options if x != ""), None) for key, options in values.items()}
+    return {key: plain_value(value) for key, value in chosen.items() if value is not None}
 
 
 def plain_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [plain_value(one) for one in value]
+        return [plain_value(item) for item in value]
     return first_values(value) if isinstance(value, dict) else value
 
 
@@ -167,7 +167,7 @@ tqdm==4.70.1 zstandard==0.25.0"""
 
 class Evals(Environment):
     """OpenAI evals. WHAT is an eval of the registry, such as `test-match.s1.simple-v0`; its own
-    class asks and scores, one sample a rollout. Those that a model grades ask the role `grader`."""
+    class asks and scores one sample per rollout. Evals graded by a model ask the role `grader`."""
 
     requires = ("--no-deps evals==3.0.1.post1", *NEEDED.split())
 
@@ -177,13 +177,22 @@ class Evals(Environment):
             from evals.registry import registry
         if (spec := registry.get_eval(what)) is None:
             raise ValueError(f"the registry of OpenAI evals has no {what!r}")
-        given = {"eval_registry_path": spec.registry_path, "registry": registry, "name": spec.key}
-        given |= {"seed": 20220722, **(spec.args or {}), **arguments}
-        made, self.name = registry.get_class(spec).func, spec.key
-        self.kind, solvers = made.__name__, any(c.__name__ == "SolverEval" for c in made.__mro__)
+        spec_arguments = {
+            "eval_registry_path": spec.registry_path,
+            "registry": registry,
+            "name": spec.key,
+        }
+        spec_arguments |= {"seed": 20220722, **(spec.args or {}), **arguments}
+        eval_class, self.name = registry.get_class(spec).func, spec.key
+        self.kind, solvers = (
+            eval_class.__name__,
+            any(c.__name__ == "SolverEval" for c in eval_class.__mro__),
+        )
         if solvers:
             raise ValueError(f"{what} works with solvers of the package only, which call no policy")
-        self.eval: Any = lambda *players: made(completion_fns=[*map(completion, players)], **given)
+        self.eval: Any = lambda *players: eval_class(
+            completion_fns=[*map(completion, players)], **spec_arguments
+        )
         self.roles = ("grader",) if self.kind == "ModelBasedClassify" else ()
         self.samples = self.eval(None).get_samples()
 
@@ -198,19 +207,19 @@ class Evals(Environment):
     def run(self, index: int, endpoint: Endpoint) -> dict[str, float]:
         from evals import record
 
-        kept: dict[str, Any] = {}  # records of the eval
+        metrics: dict[str, Any] = {}  # records of the eval
 
         def matched(correct: bool, **_: Any) -> None:
-            kept["outcome"] = number(correct)
+            metrics["outcome"] = number(correct)
 
-        recorder = SimpleNamespace(record_match=matched, record_metrics=kept.update)
+        recorder = SimpleNamespace(record_match=matched, record_metrics=metrics.update)
         record._default_recorder.set(recorder)  # in this thread's context
         played = self.eval(endpoint, *map(endpoint.role, self.roles))
         rng = Random(f"{self.name}.{index}:{played.seed}".encode())  # as the package's
         played.eval_sample(deepcopy(self.samples[index]), rng)
         # None if there is neither a match nor a score.
-        kept["outcome"] = number(kept.get("outcome", kept.get("score")))
-        return {k: float(v) for k, v in kept.items() if isinstance(v, int | float)}
+        metrics["outcome"] = number(metrics.get("outcome", metrics.get("score")))
+        return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
 
 
 def completion(endpoint: Endpoint | None) -> Callable[..., Any]:
@@ -219,8 +228,8 @@ def completion(endpoint: Endpoint | None) -> Callable[..., Any]:
 
     def complete(prompt: str | list[dict[str, Any]], **_: Any) -> Any:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = endpoint and endpoint.chat_sync(messages)["content"]
-        return SimpleNamespace(get_completions=lambda: [said])
+        text = endpoint and endpoint.chat_sync(messages)["content"]
+        return SimpleNamespace(get_completions=lambda: [text])
 
     return complete
 
@@ -248,19 +257,21 @@ class Tau2(Environment):
         # model.
         llm_utils.json = SimpleNamespace(loads=arguments_of, dumps=json.dumps)
         AssistantMessage.validate = lambda _: None
-        self.what, self.max_steps, known = what, max_steps, load_task_splits(what) or {}
-        self.splits = {key: load_tasks(what, name) for key, name in SPLITS.items() if name in known}
+        self.what, self.max_steps, available = what, max_steps, load_task_splits(what) or {}
+        self.splits = {
+            key: load_tasks(what, name) for key, name in SPLITS.items() if name in available
+        }
         if not self.splits:
             only = load_tasks(what)
             self.splits = {key: [only[i] for i in held_out(len(only), key)] for key in SPLITS}
-        self.known = {task.id: task for tasks in self.splits.values() for task in tasks}
+        self.tasks_by_id = {task.id: task for tasks in self.splits.values() for task in tasks}
 
     def tasks(self, split: str) -> Iterator[dict[str, Json]]:
         for task in self.splits[split]:
             yield {"id": f"{self.what}/{task.id}", "input": task.id}
 
     def solution(self, id: str) -> dict[str, list[Any]] | None:
-        criteria = self.known[id].evaluation_criteria
+        criteria = self.tasks_by_id[id].evaluation_criteria
         actions = (criteria and criteria.actions) or []
         if criteria is None or any(action.requestor == "user" for action in actions):
             return None
@@ -268,23 +279,26 @@ class Tau2(Environment):
         if criteria.env_assertions and not actions:
             return None
         calls = ({"name": a.name, "arguments": json.dumps(a.arguments)} for a in actions)
-        said = ". ".join(["Done", *(criteria.communicate_info or [])])
-        replies = [*({"tool_calls": [{"function": call}]} for call in calls), said]
+        summary = ". ".join(["Done", *(criteria.communicate_info or [])])
+        replies = [*({"tool_calls": [{"function": call}]} for call in calls), summary]
         return {"agent": replies, "user": ["Please do that.", "###STOP###"]}
 
     def run(self, id: str, endpoint: Endpoint) -> dict[str, float]:
         from tau2.evaluator.evaluator import EvaluationType
         from tau2.run import run_task
 
-        def given(at: Endpoint) -> dict[str, Any]:
+        def client_arguments(at: Endpoint) -> dict[str, Any]:
             return {"api_base": at.url, "api_key": at.key, "num_retries": 0}
 
-        players = {"llm_args_agent": given(endpoint), "llm_args_user": given(endpoint.role("user"))}
+        players = {
+            "llm_args_agent": client_arguments(endpoint),
+            "llm_args_user": client_arguments(endpoint.role("user")),
+        }
         model = f"openai/{endpoint.model}"
         done = run_task(  # without a seed, with which all rollouts of a group would be equal
-            self.what, self.known[id], "llm_agent", "user_simulator", llm_agent=model,
+            self.what, self.tasks_by_id[id], "llm_agent", "user_simulator", llm_agent=model,
             llm_user=model, max_steps=self.max_steps, evaluation_type=EvaluationType.ALL, **players,
         )  # fmt: skip
         scored = done.reward_info
-        found = {kind.value: value for kind, value in (scored.reward_breakdown or {}).items()}
-        return {**found, "outcome": scored.reward}
+        breakdown = {kind.value: value for kind, value in (scored.reward_breakdown or {}).items()}
+        return {**breakdown, "outcome": scored.reward}

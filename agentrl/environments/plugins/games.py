@@ -59,9 +59,9 @@ class PettingZooGame(Episode):
             self.total[mover] -= 1
             return "", self.gains(before, mover), True
         self.move(int(action))
-        said = self.turn()
+        observation = self.turn()
         over = self.turns >= self.plugin.limit or not self.env.agents
-        return said, self.gains(before, mover), over
+        return observation, self.gains(before, mover), over
 
     def gains(self, before: dict[str, float], mover: str) -> float | dict[str, float]:
         """The rewards of a move, for the policy or by role: others may lose by a move, and in a
@@ -122,9 +122,9 @@ class TextArenaGame(Episode):
         return self.turn()
 
     def turn(self) -> str:
-        who, said = self.env.get_observation()
-        self.role, self.last = self.plugin.names[who], str(said).rpartition("[GAME]")[2]
-        return str(said)
+        who, observation = self.env.get_observation()
+        self.role, self.last = self.plugin.names[who], str(observation).rpartition("[GAME]")[2]
+        return str(observation)
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float | None, bool]:
         mover, self.turns = self.role, self.turns + 1
@@ -133,13 +133,13 @@ class TextArenaGame(Episode):
         if not done and self.turns < self.plugin.limit:
             return self.turn(), None, False
         names = self.plugin.names
-        found, info = self.env.close() if done else (dict.fromkeys(range(len(names)), 0.0), {})
+        results, info = self.env.close() if done else (dict.fromkeys(range(len(names)), 0.0), {})
         if len(names) == 1 and (info or {}).get(0, {}).get("invalid_move"):
             # Some games return a part of the score, or the text of a reason.
-            found = {0: self.plugin.illegal}
-        if missing := [name for i, name in enumerate(names) if i not in (found or {})]:
+            results = {0: self.plugin.illegal}
+        if missing := [name for i, name in enumerate(names) if i not in (results or {})]:
             raise ValueError(f"the game ended without a reward for {', '.join(missing)}")
-        self.scores = {name: number(found[i]) for i, name in enumerate(names)}
+        self.scores = {name: number(results[i]) for i, name in enumerate(names)}
         return "", self.scores[mover], True
 
     def rewards(self) -> list[Reward] | None:

@@ -49,8 +49,12 @@ class GymnasiumGame(Episode):
 
     def seen(self, note: str = "") -> list[dict[str, Any]]:
         choice = f"Actions: {', '.join(self.names) or self.space}"
-        said = [{"role": "user", "content": f"{note}{self.picture(self.obs)}\n{choice}"}]
-        return [{"role": "system", "content": self.rules}, *said] if self.plugin.rules else said
+        messages = [{"role": "user", "content": f"{note}{self.picture(self.obs)}\n{choice}"}]
+        return (
+            [{"role": "system", "content": self.rules}, *messages]
+            if self.plugin.rules
+            else messages
+        )
 
     def reset(self) -> list[dict[str, Any]]:
         self.obs, _ = self.env.reset(seed=self.seed)
@@ -125,11 +129,11 @@ class TextWorldGame(Episode):
         self.limit, self.commands, self.turns, self.score = limit, commands, 0, 0.0
 
     def seen(self, state: Any, feedback: str = "") -> str:
-        known = [state.objective, feedback, state.description, state.inventory]
+        parts = [state.objective, feedback, state.description, state.inventory]
         if self.commands:
             useful = [c for c in state.admissible_commands if not c.startswith(("examine", "look"))]
-            known.append(f"Commands: {', '.join(useful)}\nThe last line of your reply is done.")
-        return "\n\n".join(re.sub(r"\n{2,}", "\n", text.strip()) for text in known if text)
+            parts.append(f"Commands: {', '.join(useful)}\nThe last line of your reply is done.")
+        return "\n\n".join(re.sub(r"\n{2,}", "\n", text.strip()) for text in parts if text)
 
     def reset(self) -> str:
         self.state = self.env.reset()

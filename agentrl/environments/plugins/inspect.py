@@ -45,17 +45,17 @@ class Inspect(Environment):
         scorers = [(registry_info(s).name.split("/")[-1], s) for s in self.task.scorer or ()]
         names = numbered([name for name, _ in scorers])
         check_choice(names, score)
-        known = [(name, registry_params(scorer)) for name, scorer in scorers]
-        judged = [p for n, p in known if "model_graded" in n and not p.get("model")]
+        with_params = [(name, registry_params(scorer)) for name, scorer in scorers]
+        judged = [p for n, p in with_params if "model_graded" in n and not p.get("model")]
         seen = [*(p.get("model_role", "grader") for p in judged), *(self.task.model_roles or ())]
         self.what, self.score, self.roles = what, score, tuple(sorted({*roles, *seen}))
         self.pairs = [(i if x.id is None else x.id, x) for i, x in enumerate(self.task.dataset, 1)]
 
     def tasks(self, split: str) -> list[dict[str, Json]]:
-        some = [self.pairs[i] for i in held_out(len(self.pairs), split)]
+        samples = [self.pairs[i] for i in held_out(len(self.pairs), split)]
         return [
             {"id": f"{self.what}/{id}", "input": id, "question": digest(sample.input)}
-            for id, sample in some
+            for id, sample in samples
         ]
 
     def solution(self, id: str | int) -> list[str]:
@@ -68,8 +68,8 @@ class Inspect(Environment):
         from inspect_ai.model import get_model
 
         def model(at: Endpoint) -> Any:  # Inspect's client of the Responses API would send a probe
-            given = {"base_url": at.url, "api_key": at.key, "responses_api": False}
-            return get_model(f"openai/{at.model}", memoize=False, **given)
+            client = {"base_url": at.url, "api_key": at.key, "responses_api": False}
+            return get_model(f"openai/{at.model}", memoize=False, **client)
 
         roles = {"grader": get_model("none/none")}  # otherwise the policy would grade itself
         roles |= {role: model(endpoint.role(role)) for role in self.roles}

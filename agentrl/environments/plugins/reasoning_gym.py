@@ -31,41 +31,41 @@ class ReasoningGym(Environment):
         # Entry i is made from seed + i: the next seed would give nearly the same puzzles.
         splits = {"train": (seed, size), "heldout": (seed + size, heldout)}
         self.data = {
-            split: reasoning_gym.create_dataset(what, seed=start, size=many, **config)
-            for split, (start, many) in splits.items()
+            split: reasoning_gym.create_dataset(what, seed=start, size=count, **config)
+            for split, (start, count) in splits.items()
         }
 
     def tasks(self, split: str) -> Iterator[dict[str, Json]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         for i, entry in enumerate(self.data[split]):
-            asked, where = entry["question"], {"split": split, "index": i}
-            given = [*system, {"role": "user", "content": asked}] if system else asked
+            question, where = entry["question"], {"split": split, "index": i}
+            task_input = [*system, {"role": "user", "content": question}] if system else question
             # As Python, because JSON has no tuples, which the scorers compare.
-            known = {"id": f"{self.what}/{split}/{i}", "answer": entry["answer"], **where}
-            yield {"input": given, "entry": repr(entry), **known}
+            fields = {"id": f"{self.what}/{split}/{i}", "answer": entry["answer"], **where}
+            yield {"input": task_input, "entry": repr(entry), **fields}
 
     def verify(self, task: dict[str, Any], result: Json) -> float:
-        said, entry = result if isinstance(result, str) else str(result), self._entry(task)
+        answer, entry = result if isinstance(result, str) else str(result), self._entry(task)
         score = self.data["train"].score_answer
         try:
-            found = score(self.extract(said) or said.strip(), entry)
+            value = score(self.extract(answer) or answer.strip(), entry)
         except (OSError, MemoryError):  # such as a time-out, which is not the answer's fault
             raise
         except Exception:  # noqa: BLE001 - some scorers parse an answer without a check
             # Raises if the scorer cannot score this item at all.
             score(entry["answer"] or "", entry)
             return 0.0
-        return number(found)
+        return number(value)
 
-    def solution(self, given: Any) -> list[str] | None:
-        found = self._answers.get(question_in(given))
-        return None if found is None else [found]
+    def solution(self, task_input: Any) -> list[str] | None:
+        answer = self._answers.get(question_in(task_input))
+        return None if answer is None else [answer]
 
     @cached_property
     def _answers(self) -> dict[str, str]:
         """Question -> answer. Cached, because a data set generates an entry again at each
         access."""
-        return {one["question"]: one["answer"] for rows in self.data.values() for one in rows}
+        return {entry["question"]: entry["answer"] for rows in self.data.values() for entry in rows}
 
     def _entry(self, task: dict[str, Any]) -> dict[str, Any]:
         """The entry of a task. It is generated again only if it is not a literal, because five

@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from typing import Any
 
 
-def held_out(many: int, split: str) -> list[int]:
+def held_out(count: int, split: str) -> list[int]:
     """The indices of a split, for packages with only one set: every fifth is held out."""
-    return [i for i in range(many) if (i % 5 == min(4, many - 1)) == (split == "heldout")]
+    return [i for i in range(count) if (i % 5 == min(4, count - 1)) == (split == "heldout")]
 
 
 def digest(question: Any) -> str:
@@ -28,14 +28,14 @@ def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a model's tool call. Anything but a JSON object becomes arguments that no
     tool accepts, so that the model gets an error message, as for any other failed call."""
     with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(decoded := json.loads(text), dict):
+            return decoded
     return {"not_a_json_object": text}
 
 
 @contextmanager
 def some_key() -> Iterator[None]:
-    """For packages that make a client when they are imported, and never call it."""
+    """Sets a key for packages that make a client when they are imported, and never call it."""
     had = os.environ.get("OPENAI_API_KEY")
     os.environ["OPENAI_API_KEY"] = had or "none"
     try:
@@ -49,18 +49,18 @@ class OfThisRollout:
     """Proxy of a global object of a package; each rollout has its own instance."""
 
     def __init__(self) -> None:
-        self._own: ContextVar[Any] = ContextVar("own")
+        self._instance: ContextVar[Any] = ContextVar("own")
 
     def set_own(self, value: Any) -> None:
-        self._own.set(value)
+        self._instance.set(value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own.get(), name)
+        return getattr(self._instance.get(), name)
 
 
-def question_in(given: Any) -> str:
+def question_in(task_input: Any) -> str:
     """The question of an input, which is a text, or messages if there is a system prompt."""
-    return str(given if isinstance(given, str) else given[-1]["content"])
+    return str(task_input if isinstance(task_input, str) else task_input[-1]["content"])
 
 
 VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # Inspect's verdicts
@@ -72,12 +72,12 @@ SAMPLES = "inspect_ai._eval.task.run"  # logger of the code that runs samples
 def no_timeouts() -> Iterator[None]:
     """Raises RuntimeError at its end if Inspect logged a TimeoutError of a solver or tool, after
     which it then scores."""
-    found: list[str] = []
+    messages: list[str] = []
 
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "timeout error" in record.getMessage():
-                found.append(record.getMessage())
+                messages.append(record.getMessage())
 
     logger, handler = logging.getLogger(SAMPLES), Kept(logging.WARNING)
     logger.addHandler(handler)
@@ -85,7 +85,7 @@ def no_timeouts() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-    if found:
+    if messages:
         raise RuntimeError("a solver or tool ran out of time (TimeoutError)")
 
 
@@ -101,30 +101,30 @@ def check_choice(names: list[str], score: str) -> None:
 
 def numbered(names: list[str]) -> list[str]:
     """Names as Inspect writes them into its log: the second of a name ends in 1."""
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
-        count = sum(other == name for other in names[: len(found)])
-        found.append(f"{name}{count}" if count else name)
-    return found
+        count = sum(earlier == name for earlier in names[: len(unique)])
+        unique.append(f"{name}{count}" if count else name)
+    return unique
 
 
-def scores(given: dict[str, Any], score: str) -> dict[str, float]:
+def scores(by_scorer: dict[str, Any], score: str) -> dict[str, float]:
     """All scores of a sample as numbers, and the one named `score`, or the only one, as the
     outcome. Raises RuntimeError if it is not clear which one counts."""
-    found: dict[str, float] = {}
-    for scorer, row in given.items():
+    values: dict[str, float] = {}
+    for scorer, row in by_scorer.items():
         rows = row.value if isinstance(row.value, dict) else {"": row.value}
         for key, value in rows.items():
             name = f"{scorer}/{key}".rstrip("/")
-            found[name] = number(value, name)
-    if not found:
+            values[name] = number(value, name)
+    if not values:
         raise RuntimeError("no scorer gave a score")
-    if score not in found and (score or len(found) > 1):
-        wanted = [name for name in found if name.partition("/")[0] == score] or [*found]
+    if score not in values and (score or len(values) > 1):
+        wanted = [name for name in values if name.partition("/")[0] == score] or [*values]
         if score and len(wanted) == 1:
-            return found | {"outcome": found[wanted[0]]}
+            return values | {"outcome": values[wanted[0]]}
         raise RuntimeError(f"set environment_options.score to one of its scores: {wanted}")
-    return found | {"outcome": found[score or next(iter(found))]}
+    return values | {"outcome": values[score or next(iter(values))]}
 
 
 def number(value: Any, name: str) -> float:

@@ -51,14 +51,14 @@ class Verifiers(Environment):
             self.rows = {key: only.select(held_out(len(only), key)) for key in self.rows}
 
     def tasks(self, split: str) -> list[dict[str, Json]]:
-        asked = [digest(row.get("prompt", row.get("question"))) for row in self.rows[split]]
+        questions = [digest(row.get("prompt", row.get("question"))) for row in self.rows[split]]
         return [
             {"id": f"{self.what}/{split}/{i}", "input": [split, i], "question": question}
-            for i, question in enumerate(asked)
+            for i, question in enumerate(questions)
         ]
 
     def solution(self, at: list[Any]) -> list[str] | None:
-        kinds = {one.__name__ for one in (*type(self.env).__mro__, type(self.env.parser))}
+        kinds = {class_.__name__ for class_ in (*type(self.env).__mro__, type(self.env.parser))}
         answer = self.rows[at[0]][at[1]].get("answer")
         return [answer] if answer and kinds >= {"SingleTurnEnv", "Parser"} else None
 
@@ -67,7 +67,7 @@ class Verifiers(Environment):
         from verifiers.clients import OpenAIChatCompletionsClient
 
         both = (endpoint, *map(endpoint.role, self.roles))
-        clients = [AsyncOpenAI(base_url=one.url, api_key=one.key) for one in both]
+        clients = [AsyncOpenAI(base_url=target.url, api_key=target.key) for target in both]
         judge.set_own(clients[-1])
         row, client = dict(self.rows[at[0]][at[1]]), OpenAIChatCompletionsClient(clients[0])
         client.raise_from_native_response = accept
@@ -114,18 +114,18 @@ class VerifiersV1(Environment):
 
         agent = {"harness": {"id": harness}, "max_turns": max_turns}
         agent |= {"runtime": {"type": "subprocess"}}
-        known = resolve_env_config({"taskset": {"id": what, **config}, "agent": agent})
-        self.env, self.what = load_environment(known), what
-        self.known = {task.key: task for task in self.env.taskset.take(take)}
+        resolved = resolve_env_config({"taskset": {"id": what, **config}, "agent": agent})
+        self.env, self.what = load_environment(resolved), what
+        self.tasks_by_key = {task.key: task for task in self.env.taskset.take(take)}
         self.ready: asyncio.Future[None] | None = None
 
     def tasks(self, split: str) -> Iterator[dict[str, Json]]:
-        keys = [*self.known]
+        keys = [*self.tasks_by_key]
         for key in (keys[i] for i in held_out(len(keys), split)):
             yield {"id": f"{self.what}/{key}", "input": key}
 
     def solution(self, key: str) -> list[str] | None:
-        answer = getattr(self.known[key].data, "answer", None)
+        answer = getattr(self.tasks_by_key[key].data, "answer", None)
         return [answer] if isinstance(answer, str) else None
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
@@ -147,5 +147,5 @@ class VerifiersV1(Environment):
         await asyncio.shield(self.ready)
         client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var="OPENAI_API_KEY")
         model = vf.ModelContext(model=endpoint.model, client=client, sampling=vf.SamplingConfig())
-        [slot] = self.env.slots(self.known[key], 1)
+        [slot] = self.env.slots(self.tasks_by_key[key], 1)
         return scores_of_episode(await self.env.run_slot(slot, model, None, None))

@@ -218,7 +218,7 @@ def format_of(row: Any) -> Format | None:
     """The format of a row; None if it is of none."""
     if not isinstance(row, dict):
         return None
-    return next((one for one in FORMATS if one.is_row(row)), None)
+    return next((form for form in FORMATS if form.is_row(row)), None)
 
 
 ENVELOPES = (

@@ -27,8 +27,8 @@ def read_atif(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     """A trajectory of Harbor; trajectories of subagents become separate traces."""
     version = str(row["schema_version"])
     if (
-        not (found := re.fullmatch(r"ATIF-v(\d+)\.(\d+)", version))
-        or (int(found[1]), int(found[2])) > LAST_ATIF
+        not (match := re.fullmatch(r"ATIF-v(\d+)\.(\d+)", version))
+        or (int(match[1]), int(match[2])) > LAST_ATIF
     ):
         issues.add(f"the version {version[:40]} is not known; it is read as ATIF-v1.8")
     agent = obj(row.get("agent"))
@@ -67,7 +67,7 @@ def _step(turns: Turns, step: Object, model: str) -> None:
         message: Object = {"role": "assistant", "content": text or ""}
         if thought := step.get("reasoning_content"):
             message["reasoning_content"] = thought
-        if called := [obj(one) for one in rows(step.get("tool_calls"))]:
+        if called := [obj(call) for call in rows(step.get("tool_calls"))]:
             message["tool_calls"] = [
                 messages.tool_call(
                     c.get("tool_call_id"), c.get("function_name"), c.get("arguments")
@@ -103,9 +103,9 @@ def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     """A row of `messages` (or ShareGPT's `conversations`), with `tools` and a `system` prompt if
     there are any. A number in `reward`, `score`, `label`, `rating` or `resolved`, or in `feedback`,
     is feedback."""
-    given = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(first(row, *CHATS))]
+    chat = [{"role": m["from"], **m} if "from" in obj(m) else m for m in rows(first(row, *CHATS))]
     trace = str(first(row, "id", "session_id", "trace_id", "conversation_id") or "")
-    trace = trace or sha256(msgspec.json.encode(given)).hexdigest()[:32]
+    trace = trace or sha256(msgspec.json.encode(chat)).hexdigest()[:32]
     turns = Turns(
         trace, str(row.get("name") or "chat"), str(first(row, "role", "agent", "node") or "agent")
     )
@@ -114,7 +114,7 @@ def read_chat(row: Object, issues: Issues, name: str = "") -> Iterator[Trace]:
     if isinstance(system := row.get("system"), str) and system:
         turns.say({"role": "system", "content": system})
     imitate = row.get("imitate")
-    for index, message in enumerate(messages.messages_of(given)):
+    for index, message in enumerate(messages.messages_of(chat)):
         wanted = message.pop("weight", 1) != 0  # OpenAI's files for fine-tuning weigh answers
         if message["role"] == "assistant" and turns.messages:
             wanted = index in imitate if isinstance(imitate, list) else wanted

@@ -61,17 +61,21 @@ def is_score(row: Object) -> bool:
 
 def _field(row: Object, name: str) -> Any:
     """A field that the API writes as camelCase and the SDK's objects as snake_case."""
-    head, *rest = name.split("_")
-    return first(row, name, head + "".join(part.title() for part in rest))
+    head, *tail = name.split("_")
+    return first(row, name, head + "".join(part.title() for part in tail))
 
 
 def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
     """A trace with its observations and scores, as downloaded in the UI."""
     about = obj(row.get("trace")) or row
     id = str(about.get("id") or "")
-    observed = [obj(one) for one in row["observations"] if isinstance(one, dict)]
-    roots = [one for one in observed if not _field(one, "parent_observation_id")]
-    own_root = len(roots) != 1 or not _tells_as_much(roots[0], about)
+    observed = [
+        obj(observation) for observation in row["observations"] if isinstance(observation, dict)
+    ]
+    roots = [
+        observation for observation in observed if not _field(observation, "parent_observation_id")
+    ]
+    own_root = len(roots) != 1 or not _covers_trace(roots[0], about)
     if own_root:
         yield Node(
             trace=id,
@@ -82,16 +86,16 @@ def read_trace(row: Object, issues: Issues) -> Iterator[Node | Note]:
             input=parsed(about.get("input")),
             output=parsed(about.get("output")),
         )
-    for one in observed:
-        if own_root and not _field(one, "parent_observation_id"):
-            one = {**one, "parentObservationId": f"trace-{id}"}
-        yield from read_observation({"traceId": id, "type": "SPAN", **one}, issues)
+    for observation in observed:
+        if own_root and not _field(observation, "parent_observation_id"):
+            observation = {**observation, "parentObservationId": f"trace-{id}"}
+        yield from read_observation({"traceId": id, "type": "SPAN", **observation}, issues)
     for score in rows(about.get("scores")) or rows(row.get("scores")):
         yield from read_score({"traceId": id, **obj(score)}, issues)
 
 
-def _tells_as_much(root: Object, trace: Object) -> bool:
-    """Whether an observation has the input and the output that are set on its trace, if any are."""
+def _covers_trace(root: Object, trace: Object) -> bool:
+    """Whether an observation has the input and output of its trace, where the trace has them."""
     return all(
         trace.get(name) in (None, "") or parsed(trace[name]) == parsed(root.get(name))
         for name in ("input", "output")
@@ -124,29 +128,31 @@ def read_observation(row: Object, issues: Issues) -> Iterator[Node | Note]:
     model = str(row.get("model") or _field(row, "provided_model_name") or "")
     yield _completed(node, model, obj(_field(row, "model_parameters")), obj(row.get("metadata")))
     for score in rows(row.get("scores")):
-        own = {"traceId": _field(row, "trace_id"), "observationId": row.get("id")}
-        yield from read_score(own | obj(score), issues)
+        ids = {"traceId": _field(row, "trace_id"), "observationId": row.get("id")}
+        yield from read_score(ids | obj(score), issues)
 
 
-def of_attributes(node: Node, known: Object) -> Node:
+def of_attributes(node: Node, attributes: Object) -> Node:
     """The node of a span that Langfuse's SDK sends, with these attributes."""
-    own = {
+    fields = {
         key.removeprefix("langfuse.observation."): v
-        for key, v in known.items()
+        for key, v in attributes.items()
         if key.startswith("langfuse.observation.")
     }
     metadata = {
-        k.removeprefix("metadata."): parsed(v) for k, v in own.items() if k.startswith("metadata.")
+        k.removeprefix("metadata."): parsed(v)
+        for k, v in fields.items()
+        if k.startswith("metadata.")
     }
-    kind = KINDS.get(str(own.get("type") or "span").lower(), "internal")
+    kind = KINDS.get(str(fields.get("type") or "span").lower(), "internal")
     error = node.error
-    if own.get("level") == "ERROR":
-        error = error or str(own.get("status_message") or "it failed")
-    given = own["input"] if "input" in own else known.get("langfuse.trace.input")
-    output = own["output"] if "output" in own else known.get("langfuse.trace.output")
-    about = usage(own.get("usage_details"), obj(own.get("cost_details")).get("total"))
-    node = replace(node, kind=kind, error=error, input=given, output=output, about=about)
-    model, options = str(own.get("model.name") or ""), obj(own.get("model.parameters"))
+    if fields.get("level") == "ERROR":
+        error = error or str(fields.get("status_message") or "it failed")
+    input_value = fields["input"] if "input" in fields else attributes.get("langfuse.trace.input")
+    output = fields["output"] if "output" in fields else attributes.get("langfuse.trace.output")
+    about = usage(fields.get("usage_details"), obj(fields.get("cost_details")).get("total"))
+    node = replace(node, kind=kind, error=error, input=input_value, output=output, about=about)
+    model, options = str(fields.get("model.name") or ""), obj(fields.get("model.parameters"))
     return _completed(node, model, options, metadata)
 
 
@@ -155,9 +161,9 @@ def _completed(node: Node, model: str, options: Object, metadata: Object) -> Nod
     texts of JSON."""
     call = tool = None
     if node.kind == "llm":
-        given, tools = split_tools(messages_with_tools(node.input))
+        history, tools = split_tools(messages_with_tools(node.input))
         call = Call(
-            messages=messages.messages_of(given),
+            messages=messages.messages_of(history),
             answer=messages.answer_of(node.output),
             tools=tools,
             model=model,
@@ -172,13 +178,13 @@ def _completed(node: Node, model: str, options: Object, metadata: Object) -> Nod
             node = replace(node, error=node.error or "it failed")
     role = first(metadata, "langgraph_node", "agent_name")
     role = str(role or (node.name if node.kind == "agent" else ""))
-    given, output = parsed(node.input), parsed(node.output)
-    return replace(node, role=role, call=call, tool=tool, input=given, output=output)
+    input_value, output = parsed(node.input), parsed(node.output)
+    return replace(node, role=role, call=call, tool=tool, input=input_value, output=output)
 
 
-def messages_with_tools(given: Any) -> list[Any]:
+def messages_with_tools(value: Any) -> list[Any]:
     """The messages of a generation as a list, also from an object with messages and tools."""
-    body = obj(given)
+    body = obj(value)
     if (inner := first(body, "messages", "input", "contents")) is not None and "role" not in body:
         config = obj(body.get("config"))
         tools = messages.tools_of(first(body, "tools") or config.get("tools"))
@@ -187,26 +193,26 @@ def messages_with_tools(given: Any) -> list[Any]:
             *(inner if isinstance(inner, list) else [{"role": "user", "content": inner}]),
             *({"role": "tool", "content": tool} for tool in tools),
         ]
-    return rows(given) or ([given] if given else [])
+    return rows(value) or ([value] if value else [])
 
 
-def split_tools(given: list[Any]) -> tuple[list[Any], list[Object]]:
+def split_tools(entries: list[Any]) -> tuple[list[Any], list[Object]]:
     """The messages, and the tools: Langfuse's LangChain handler records the tools of a call as
     messages of the role tool whose content is a definition."""
-    kept, tools = [], []
-    for one in given:
-        content = parsed(obj(one).get("content"))
+    history, tools = [], []
+    for entry in entries:
+        content = parsed(obj(entry).get("content"))
         if (
-            obj(one).get("role") == "tool"
-            and not obj(one).get("tool_call_id")  # answers in JSON have one, too
+            obj(entry).get("role") == "tool"
+            and not obj(entry).get("tool_call_id")  # answers in JSON have one, too
             and isinstance(content, dict)
             and messages.tool_of(content)
             and ("function" in content or "parameters" in content or "input_schema" in content)
         ):
             tools.append(messages.tool_of(content))
         else:
-            kept.append(one)
-    return kept, tools
+            history.append(entry)
+    return history, tools
 
 
 def read_score(row: Object, issues: Issues) -> Iterator[Node | Note]:

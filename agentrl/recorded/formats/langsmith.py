@@ -95,7 +95,7 @@ def _above(row: Object) -> list[str]:
     """The ids of the runs above a run, from the root on, in its dotted order: TIMEZid.TIMEZid. Bulk
     exports may have no other parent."""
     order = str(row.get("dotted_order") or "").split(".")
-    return [one.partition("Z")[2] for one in order[:-1]]
+    return [part.partition("Z")[2] for part in order[:-1]]
 
 
 def _node(row: Object, trace: str) -> Node:
@@ -152,10 +152,12 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
     tools = first(options, "tools", "functions") or obj(inputs).get("tools")
     # Some tracers write the messages of a chat model as one text, in `prompts`, which cannot be
     # split into messages.
-    given = first(obj(inputs), "messages", "prompt", "input", "contents")
-    asked = messages.messages_of(given if given is not None or "prompts" in obj(inputs) else inputs)
-    if isinstance(inputs, dict) and given is not None:
-        asked = [*messages.system_of(inputs), *asked]
+    history = first(obj(inputs), "messages", "prompt", "input", "contents")
+    prompt = messages.messages_of(
+        history if history is not None or "prompts" in obj(inputs) else inputs
+    )
+    if isinstance(inputs, dict) and history is not None:
+        prompt = [*messages.system_of(inputs), *prompt]
     answer = messages.answer_of(outputs)
     generation = messages.choice_of(obj(outputs))
     message = messages.langchain_fields(obj(generation.get("message")))
@@ -167,7 +169,7 @@ def _call(row: Object, extra: Object, metadata: Object, inputs: Any, outputs: An
         or metadata.get("ls_model_name")
     )
     return Call(
-        messages=asked,
+        messages=prompt,
         answer=answer,
         tools=messages.tools_of(tools),
         model=str(model or ""),

@@ -87,15 +87,15 @@ def _call(data: Object, issues: Issues) -> Call:
             "a response is given only by its id, so its call has no answer",
             str(data.get("response_id"))[:80],
         )
-    asked = messages.messages_of(data.get("input"))
+    prompt = messages.messages_of(data.get("input"))
     if instructions := response.get("instructions"):
-        asked = [messages.message_of({"role": "system", "content": instructions}), *asked]
+        prompt = [messages.message_of({"role": "system", "content": instructions}), *prompt]
     answer = messages.answer_of(first(response, "output") or data.get("output"))
     tools = messages.tools_of(first(response, "tools") or data.get("tools"))
     model = first(response, "model") or data.get("model")
     finish = messages.finish_of(response)
     return Call(
-        messages=asked,
+        messages=prompt,
         answer=answer,
         tools=tools,
         model=str(model or ""),
@@ -117,16 +117,16 @@ def read_completion(row: Object, issues: Issues) -> Iterator[Node | Note]:
     if isinstance(row.get("response"), dict):
         body = row["response"]
     id = str(body.get("id") or "")
-    given = (
+    history = (
         first(row, "messages", "input_messages")
         or first(request, "messages", "input")
         or body.get("input")
     )
-    given = first(obj(given), "data") or given
-    asked = messages.messages_of(given)
+    history = first(obj(history), "data") or history
+    prompt = messages.messages_of(history)
     if instructions := first(request, "instructions") or body.get("instructions"):
-        asked = [messages.message_of({"role": "system", "content": instructions}), *asked]
-    if not asked:
+        prompt = [messages.message_of({"role": "system", "content": instructions}), *prompt]
+    if not prompt:
         issues.add("a stored completion has no messages: download them, too (list_messages)", id)
     answer = messages.answer_of(body)
     tools = messages.tools_of(first(body, "tools") or request.get("tools"))
@@ -141,10 +141,10 @@ def read_completion(row: Object, issues: Issues) -> Iterator[Node | Note]:
         start=start,
         end=start,
         role=role,
-        input=given,
+        input=history,
         output=answer,
         call=Call(
-            messages=asked,
+            messages=prompt,
             answer=answer,
             tools=tools,
             model=str(body.get("model") or ""),

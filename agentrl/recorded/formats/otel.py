@@ -72,7 +72,7 @@ def _value(value: Any) -> Any:
     if kind in ("intValue", "int_value"):
         return int(inner) if str(inner).lstrip("-").isdigit() else inner
     if kind in ("arrayValue", "array_value"):
-        return [_value(one) for one in rows(obj(inner).get("values"))]
+        return [_value(item) for item in rows(obj(inner).get("values"))]
     if kind in ("kvlistValue", "kvlist_value"):
         return attributes_of(obj(inner).get("values"))
     return inner
@@ -183,36 +183,36 @@ def nested(row: Object) -> Object:
     """A row with the dotted columns of Phoenix' data frames as objects."""
     if "context.trace_id" not in row:
         return row
-    found: Object = {"context": {}, "attributes": {}}
+    grouped: Object = {"context": {}, "attributes": {}}
     for key, value in row.items():
-        head, _, rest = key.partition(".")
+        head, _, tail = key.partition(".")
         if value is None:
             continue
-        if head in ("context", "attributes") and rest:
-            found[head][rest] = value
+        if head in ("context", "attributes") and tail:
+            grouped[head][tail] = value
         else:
-            found[key] = value
-    return found
+            grouped[key] = value
+    return grouped
 
 
 def flat(attributes: Object, prefix: str = "") -> Object:
     """Attributes by dotted names, from dotted names or from objects and lists of objects."""
-    found: Object = {}
+    flattened: Object = {}
     for key, value in attributes.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and not name.startswith(("metadata", "gen_ai.")):
-            found |= flat(value, f"{name}.")
+            flattened |= flat(value, f"{name}.")
         elif (
             isinstance(value, list)
             and value
             and all(isinstance(x, dict) for x in value)
             and not name.startswith("gen_ai.")
         ):
-            for index, one in enumerate(value):
-                found |= flat(one, f"{name}.{index}.")
+            for index, item in enumerate(value):
+                flattened |= flat(item, f"{name}.{index}.")
         else:
-            found[name] = value
-    return found
+            flattened[name] = value
+    return flattened
 
 
 Events = list[tuple[str, Object]]
@@ -229,52 +229,53 @@ def span_items(node: Node, attributes: Object, events: Events) -> Iterator[Item]
         yield langfuse.of_attributes(node, attributes)
         return
     kind = kind_of(attributes := dict(attributes))
-    known = with_current_names(attributes)
+    current = with_current_names(attributes)
     call = tool = None
     if kind == "llm":
-        call = _call(known, events)
+        call = _call(current, events)
     elif kind == "tool":
-        tool = _tool(known, node.name)
-        if messages.has_failed(known.get("output.value")):
+        tool = _tool(current, node.name)
+        if messages.has_failed(current.get("output.value")):
             node = replace(node, error=node.error or "it failed")
     tokens = {
-        "input": first(known, "gen_ai.usage.input_tokens", "llm.token_count.prompt"),
-        "output": first(known, "gen_ai.usage.output_tokens", "llm.token_count.completion"),
+        "input": first(current, "gen_ai.usage.input_tokens", "llm.token_count.prompt"),
+        "output": first(current, "gen_ai.usage.output_tokens", "llm.token_count.completion"),
     }
-    cost = first(known, "gen_ai.usage.cost", "llm.cost.total")
-    metadata = obj(known.get("metadata"))
-    role = first(metadata, "langgraph_node") or first(known, AGENT_NAME, "langgraph_node")
-    given = first(known, "input.value", "traceloop.entity.input", "gen_ai.input.messages")
-    output = first(known, "output.value", "traceloop.entity.output", "gen_ai.output.messages")
+    cost = first(current, "gen_ai.usage.cost", "llm.cost.total")
+    metadata = obj(current.get("metadata"))
+    role = first(metadata, "langgraph_node") or first(current, AGENT_NAME, "langgraph_node")
+    input_value = first(current, "input.value", "traceloop.entity.input", "gen_ai.input.messages")
+    output = first(current, "output.value", "traceloop.entity.output", "gen_ai.output.messages")
     yield replace(
         node,
         kind=kind,
         role=str(role or ""),
-        input=parsed(given),
+        input=parsed(input_value),
         output=parsed(output),
         call=call,
         tool=tool,
         about=node.about | usage(tokens, cost),
     )
-    yield from _scores(node, known)
+    yield from _scores(node, current)
 
 
-def _scores(node: Node, known: Object) -> Iterator[Note]:
+def _scores(node: Node, attributes: Object) -> Iterator[Note]:
     """Scores that instrumentations write into spans: agentrl's rewards, and evaluations."""
-    for key, value in known.items():
+    for key, value in attributes.items():
         if key.startswith("agentrl.reward.") and number(value) is not None:
             yield Note(
                 trace=node.trace,
-                node="" if "agentrl.rollout" in known else node.id,
+                node="" if "agentrl.rollout" in attributes else node.id,
                 name=key.removeprefix("agentrl.reward."),
                 value=number(value),
                 source="agentrl",
                 derived=True,
             )
-    if (name := known.get("gen_ai.evaluation.name")) is not None:
-        score = number(known.get("gen_ai.evaluation.score.value"))
+    if (name := attributes.get("gen_ai.evaluation.name")) is not None:
+        score = number(attributes.get("gen_ai.evaluation.score.value"))
         text = str(
-            first(known, "gen_ai.evaluation.explanation", "gen_ai.evaluation.score.label") or ""
+            first(attributes, "gen_ai.evaluation.explanation", "gen_ai.evaluation.score.label")
+            or ""
         )
         yield Note(
             trace=node.trace,
@@ -286,20 +287,22 @@ def _scores(node: Node, known: Object) -> Iterator[Note]:
         )
 
 
-def _tool(known: Object, name: str) -> ToolUse:
-    named = str(first(known, TOOL_NAME, "tool.name") or name)
+def _tool(attributes: Object, name: str) -> ToolUse:
+    named = str(first(attributes, TOOL_NAME, "tool.name") or name)
     arguments = parsed(
         first(
-            known,
+            attributes,
             "gen_ai.tool.call.arguments",
             "tool.parameters",
             "input.value",
             "traceloop.entity.input",
         )
     )
-    result = first(known, "gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
+    result = first(attributes, "gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
     schema: Object = {}
-    if parameters := obj(known.get("tool.json_schema")) or obj(known.get("gen_ai.tool.definition")):
+    if parameters := obj(attributes.get("tool.json_schema")) or obj(
+        attributes.get("gen_ai.tool.definition")
+    ):
         schema = messages.tool_of(parameters)
     return ToolUse(
         named,
@@ -309,33 +312,33 @@ def _tool(known: Object, name: str) -> ToolUse:
     )
 
 
-def _call(known: Object, events: Events) -> Call:
+def _call(attributes: Object, events: Events) -> Call:
     """A model call, in any of the conventions for messages."""
-    asked, answer = _messages(known, events)
+    prompt, answer = _messages(attributes, events)
     tools = first(
-        known, "gen_ai.tool.definitions", "gen_ai.request.tools", "model_request_parameters"
+        attributes, "gen_ai.tool.definitions", "gen_ai.request.tools", "model_request_parameters"
     )
-    given = messages.tools_of(tools) if tools is not None else _numbered_tools(known)
-    options = obj(first(known, "llm.invocation_parameters", "gen_ai.request.parameters"))
-    given = given or messages.tools_of(options.get("tools"))
-    (reason, *_) = rows(known.get("gen_ai.response.finish_reasons")) or [None]
-    (output, *_) = rows(known.get("gen_ai.output.messages")) or [None]
+    definitions = messages.tools_of(tools) if tools is not None else _numbered_tools(attributes)
+    options = obj(first(attributes, "llm.invocation_parameters", "gen_ai.request.parameters"))
+    definitions = definitions or messages.tools_of(options.get("tools"))
+    (reason, *_) = rows(attributes.get("gen_ai.response.finish_reasons")) or [None]
+    (output, *_) = rows(attributes.get("gen_ai.output.messages")) or [None]
     finish = (
         reason
-        or first(known, "llm.finish_reason", *FINISHES)
+        or first(attributes, "llm.finish_reason", *FINISHES)
         or obj(output).get("finish_reason")
-        or messages.finish_of(obj(known.get("output.value")))
+        or messages.finish_of(obj(attributes.get("output.value")))
     )
-    model = first(known, "gen_ai.response.model", "llm.model_name", "gen_ai.request.model")
+    model = first(attributes, "gen_ai.response.model", "llm.model_name", "gen_ai.request.model")
     requested = {
         key.removeprefix("gen_ai.request."): v
-        for key, v in known.items()
+        for key, v in attributes.items()
         if key.startswith("gen_ai.request.")
     }
     return Call(
-        messages=asked,
+        messages=prompt,
         answer=answer,
-        tools=given,
+        tools=definitions,
         model=str(model or ""),
         finish=_finish(finish),
         sampling=sampling(requested, options),
@@ -345,10 +348,13 @@ def _call(known: Object, events: Events) -> Call:
 FINISHES = tuple(f"gen_ai.completion.{n}.finish_reason" for n in range(3))  # OpenLLMetry
 
 
-def _numbered_tools(known: Object) -> list[Object]:
+def _numbered_tools(attributes: Object) -> list[Object]:
     """Tools: `llm.tools.0` of OpenInference, `llm.request.functions.0` of OpenLLMetry."""
-    given = [*numbered(known, "llm.tools", ""), *numbered(known, "llm.request.functions", "")]
-    return [tool for tool in map(messages.tool_of, given) if tool]
+    entries = [
+        *numbered(attributes, "llm.tools", ""),
+        *numbered(attributes, "llm.request.functions", ""),
+    ]
+    return [tool for tool in map(messages.tool_of, entries) if tool]
 
 
 def _finish(reason: Any) -> str:
@@ -356,39 +362,41 @@ def _finish(reason: Any) -> str:
     return {"tool_call": "tool_calls"}.get(text, text)
 
 
-def _messages(known: Object, events: Events) -> tuple[list[Object], Object | None]:
-    if "gen_ai.input.messages" in known or "gen_ai.output.messages" in known:
-        system = known.get("gen_ai.system_instructions")
+def _messages(attributes: Object, events: Events) -> tuple[list[Object], Object | None]:
+    if "gen_ai.input.messages" in attributes or "gen_ai.output.messages" in attributes:
+        system = attributes.get("gen_ai.system_instructions")
         start = (
             [messages.message_of({"role": "system", "content": rows(system) or system})]
             if system
             else []
         )
-        asked = [*start, *messages.messages_of(known.get("gen_ai.input.messages"))]
-        outputs = rows(known.get("gen_ai.output.messages"))
-        choices = all("finish_reason" in obj(one) for one in outputs)
-        return asked, messages.answer_of(outputs[:1] if choices else outputs)
+        prompt = [*start, *messages.messages_of(attributes.get("gen_ai.input.messages"))]
+        outputs = rows(attributes.get("gen_ai.output.messages"))
+        choices = all("finish_reason" in obj(output) for output in outputs)
+        return prompt, messages.answer_of(outputs[:1] if choices else outputs)
     for prefix, suffix, answers in NUMBERED:
-        if any(key.startswith(f"{prefix}.0.") for key in known):
-            asked = messages.messages_of([*map(_fields, numbered(known, prefix, suffix))])
-            outputs = [*map(_fields, numbered(known, answers, suffix))]
-            items = obj(known.get("output.value")).get("object") == "response"
-            count = next((n for n, one in enumerate(outputs) if one.get("role") != "thinking"), 0)
+        if any(key.startswith(f"{prefix}.0.") for key in attributes):
+            prompt = messages.messages_of([*map(_fields, numbered(attributes, prefix, suffix))])
+            outputs = [*map(_fields, numbered(attributes, answers, suffix))]
+            items = obj(attributes.get("output.value")).get("object") == "response"
+            count = next(
+                (n for n, output in enumerate(outputs) if output.get("role") != "thinking"), 0
+            )
             answer = messages.answer_of(outputs if items else outputs[: count + 1])
-            return asked, _whole(answer, known.get("output.value"))
-    recorded = [obj(one) for one in rows(first(known, "events", "all_messages_events"))]
+            return prompt, _whole(answer, attributes.get("output.value"))
+    recorded = [obj(event) for event in rows(first(attributes, "events", "all_messages_events"))]
     recorded += [{"event.name": name, **about} for name, about in events]
-    if found := _from_events(recorded):
-        return found
-    asked = messages.messages_of(known.get("input.value"))
-    return asked, messages.answer_of(known.get("output.value"))
+    if conversation := _from_events(recorded):
+        return conversation
+    prompt = messages.messages_of(attributes.get("input.value"))
+    return prompt, messages.answer_of(attributes.get("output.value"))
 
 
 def _whole(answer: Object | None, output: Any) -> Object | None:
-    """The answer, or that in the whole output if it has more: OpenInference's numbered attributes
-    of LangChain are without thoughts and invalid calls."""
-    found = messages.answer_of(output) if messages.choice_of(obj(output)) else None
-    return found if found and {*found} > {*(answer or {})} else answer
+    """The answer, or the one in the whole output if that has more fields: OpenInference's numbered
+    attributes of LangChain lack reasoning and invalid calls."""
+    whole = messages.answer_of(output) if messages.choice_of(obj(output)) else None
+    return whole if whole and {*whole} > {*(answer or {})} else answer
 
 
 NUMBERED = (
@@ -399,30 +407,30 @@ NUMBERED = (
 
 
 def _whole_lists(attributes: Object, name: Any, issues: Issues) -> Object:
-    """Attributes without numbered messages of which the first ones are missing: SDKs keep 128
-    attributes of a span, the newest."""
-    for asked, _, answered in NUMBERED:
-        for prefix in (f"{asked}.", f"{answered}."):
-            own = {
+    """The attributes without numbered messages whose first ones are missing: SDKs keep only the
+    newest 128 attributes of a span."""
+    for inputs, _, outputs in NUMBERED:
+        for prefix in (f"{inputs}.", f"{outputs}."):
+            indices = {
                 key: key[len(prefix) :].partition(".")[0]
                 for key in attributes
                 if key.startswith(prefix)
             }
-            numbers = {int(number) for number in own.values() if number.isdigit()}
+            numbers = {int(number) for number in indices.values() if number.isdigit()}
             if numbers and min(numbers) > 0:
                 issues.add(
                     "a span has lost messages to its SDK's limit of attributes "
                     "(OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT) and is no call",
                     str(name)[:80],
                 )
-                attributes = {key: x for key, x in attributes.items() if key not in own}
+                attributes = {key: x for key, x in attributes.items() if key not in indices}
     return attributes
 
 
-def numbered(known: Object, prefix: str, suffix: str) -> Iterable[Object]:
+def numbered(attributes: Object, prefix: str, suffix: str) -> Iterable[Object]:
     """The objects that attributes such as `prefix.0.message.tool_calls.1.id` describe, in order."""
     tree: Object = {}
-    for key, value in known.items():
+    for key, value in attributes.items():
         if key.startswith(prefix + "."):
             place = tree
             *path, last = key[len(prefix) + 1 :].split(".")
@@ -432,8 +440,10 @@ def numbered(known: Object, prefix: str, suffix: str) -> Iterable[Object]:
                     break
             else:
                 place[last] = value
-    for _, one in sorted(tree.items(), key=lambda pair: int(pair[0]) if pair[0].isdigit() else 0):
-        entry = _listed(one)
+    for _, subtree in sorted(
+        tree.items(), key=lambda pair: int(pair[0]) if pair[0].isdigit() else 0
+    ):
+        entry = _listed(subtree)
         yield obj(entry.get(suffix[1:])) if suffix else entry
 
 
@@ -441,15 +451,15 @@ def _listed(value: Any) -> Any:
     """Objects with numbers for keys as lists."""
     if not isinstance(value, dict):
         return value
-    inner = {key: _listed(one) for key, one in value.items()}
+    inner = {key: _listed(item) for key, item in value.items()}
     if inner and all(key.isdigit() for key in inner):
-        return [one for _, one in sorted(inner.items(), key=lambda pair: int(pair[0]))]
+        return [item for _, item in sorted(inner.items(), key=lambda pair: int(pair[0]))]
     return inner
 
 
 def _fields(fields: Object) -> Object:
     """A message in numbered attributes as `messages_of` reads it."""
-    contents = [obj(one).get("message_content") or one for one in rows(fields.get("contents"))]
+    contents = [obj(part).get("message_content") or part for part in rows(fields.get("contents"))]
     content = fields.get("content")
     if contents:
         text = [] if any(obj(c).get("type") == "text" for c in contents) else [content or ""]
@@ -462,7 +472,7 @@ def _fields(fields: Object) -> Object:
     elif isinstance(content, str) and content[:2] == "[{":
         parts = rows(content)
         content = parts if parts and all("type" in obj(part) for part in parts) else content
-    calls = [obj(one).get("tool_call") or one for one in rows(fields.get("tool_calls"))]
+    calls = [obj(call).get("tool_call") or call for call in rows(fields.get("tool_calls"))]
     legacy = {
         "name": fields.get("function_call_name"),
         "arguments": fields.get("function_call_arguments_json"),
@@ -474,12 +484,12 @@ def _fields(fields: Object) -> Object:
 
 def _from_events(recorded: list[Object]) -> tuple[list[Object], Object | None] | None:
     """Read the oldest form: one event per message and per choice."""
-    asked: list[Object] = []
+    prompt: list[Object] = []
     answer = None
     for event in recorded:
         name = str(event.get("event.name") or "")
         if name == "gen_ai.content.prompt":
-            asked += messages.messages_of(event.get("gen_ai.prompt"))
+            prompt += messages.messages_of(event.get("gen_ai.prompt"))
         elif name == "gen_ai.content.completion":
             answer = messages.answer_of(event.get("gen_ai.completion"))
         elif name == "gen_ai.choice":
@@ -489,5 +499,5 @@ def _from_events(recorded: list[Object]) -> tuple[list[Object], Object | None] |
         elif name.startswith("gen_ai.") and name.endswith(".message"):
             body = obj(event.get("body")) or obj(event.get("gen_ai.event.content")) or event
             role = name.split(".")[1]
-            asked.append(messages.message_of({"role": role, **body}))
-    return (asked, answer) if asked or answer else None
+            prompt.append(messages.message_of({"role": role, **body}))
+    return (prompt, answer) if prompt or answer else None

@@ -49,8 +49,8 @@ class Turns:
         self._place = 0  # its index in `nodes`
         self.is_open = False  # whether nothing follows it
         self.first = self.last = 0
-        # The user's request; None: the message before the first answer.
-        self.asked: str | None = None
+        # The user's request; None: `answer` sets it to the user message before the first answer.
+        self.request: str | None = None
         self.root = f"{trace}-root"
 
     def at(self, time: Any) -> int:
@@ -79,8 +79,8 @@ class Turns:
         """Add an answer of the model. same: it continues the previous answer, of the same call.
         exact: whether it is one call."""
         moment = self.at(time)
-        if self.asked is None:
-            self.asked = next(
+        if self.request is None:
+            self.request = next(
                 (m["content"] for m in reversed(self.messages) if m["role"] == "user"), None
             )
         for call in message.get("tool_calls") or ():
@@ -143,7 +143,7 @@ class Turns:
         called = str(function.get("name") or name)
         shown = messages.tool_content(content)
         place = len(self.messages)
-        if id in self._functions:  # before what a hook has said since the call
+        if id in self._functions:  # before messages that a hook has added since the call
             while place and self.messages[place - 1]["role"] not in ("assistant", "tool"):
                 place -= 1
         self.messages.insert(place, {"role": "tool", "tool_call_id": id, "content": shown})
@@ -182,7 +182,7 @@ class Turns:
             start=self.first,
             end=self.last,
             role=self.role,
-            input=self.asked,
+            input=self.request,
             output=answer,
             about=about or {},
         )
@@ -220,11 +220,11 @@ def read_codex(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
         elif kind == "token_usage_record":
             turns.count(usage(payload.get("usage")))
         elif kind == "event_msg" and payload.get("type") == "user_message":
-            said = [n for n, m in enumerate(turns.messages) if _says(m, payload.get("message"))]
-            begins.append(said[-1] if said else len(turns.messages))
+            matching = [n for n, m in enumerate(turns.messages) if _says(m, payload.get("message"))]
+            begins.append(matching[-1] if matching else len(turns.messages))
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
-            asked = [n for n, m in enumerate(turns.messages) if m["role"] == "user"]
-            begins, gone = _without_last(begins or asked, payload.get("num_turns"))
+            user_indices = [n for n, m in enumerate(turns.messages) if m["role"] == "user"]
+            begins, gone = _without_last(begins or user_indices, payload.get("num_turns"))
             turns.messages = turns.messages[: min(gone, default=len(turns.messages))]
         elif kind == "response_item":
             _codex_item(turns, payload, at)
@@ -237,9 +237,9 @@ def _says(message: Object, text: Any) -> bool:
 
 
 def _without_last(begins: list[int], count: Any) -> tuple[list[int], list[int]]:
-    """The beginnings of turns, and those of the last turns, which the user has taken back."""
-    kept = max(0, len(begins) - (count if isinstance(count, int) else 0))
-    return begins[:kept], begins[kept:]
+    """The beginnings of turns, and those of the last turns, which the user has rolled back."""
+    split = max(0, len(begins) - (count if isinstance(count, int) else 0))
+    return begins[:split], begins[split:]
 
 
 def _codex_item(turns: Turns, item: Object, at: Any) -> None:
@@ -262,9 +262,9 @@ def _codex_item(turns: Turns, item: Object, at: Any) -> None:
 
 def _codex_output(output: Any) -> Any:
     """The output of a tool, without the exit code that some versions write around it."""
-    given = parsed(output)
-    if isinstance(given, dict) and {*given} == {"output", "metadata"}:
-        return given["output"]
+    decoded = parsed(output)
+    if isinstance(decoded, dict) and {*decoded} == {"output", "metadata"}:
+        return decoded["output"]
     return output.get("content", output) if isinstance(output, dict) else output
 
 
@@ -293,7 +293,7 @@ CLAUDE_BESIDE = (
 def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
     """A transcript of Claude Code: `projects/FOLDER/SESSION.jsonl`. Conversations of subagents
     (`isSidechain`) become separate traces."""
-    found: dict[str, Turns] = {}
+    conversations: dict[str, Turns] = {}
     last: dict[str, str] = {}
     lengths: dict[str, int] = {}  # of the history after each line, by its id
     tools: list[Object] = []
@@ -304,8 +304,8 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
         trace = "-".join(filter(None, (str(line.get("sessionId") or ""), side)))
         if line.get("type") == "api-request-shape":
             tools = messages.tools_of(obj(line.get("shape")).get("tools")) or tools
-            for known in found.values():
-                known.tools = known.tools or tools
+            for conversation in conversations.values():
+                conversation.tools = conversation.tools or tools
         message = obj(line.get("message"))
         if line.get("type") not in ("user", "assistant", "attachment", "system"):
             if (before := line.get("parentUuid")) in lengths:  # such as a hook's progress
@@ -313,10 +313,10 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
             continue
         if line.get("uuid") in lengths:  # written again when the session was resumed
             continue
-        if trace not in found:
-            found[trace] = Turns(trace, "claude-code", "subagent" if side else "agent")
-            found[trace].tools = tools
-        turns, at = found[trace], line.get("timestamp")
+        if trace not in conversations:
+            conversations[trace] = Turns(trace, "claude-code", "subagent" if side else "agent")
+            conversations[trace].tools = tools
+        turns, at = conversations[trace], line.get("timestamp")
         results = {str(p.get("tool_use_id")): p for p in map(obj, rows(message.get("content")))}
         results.pop("None", None)
         if line.get("type") in ("user", "system") and not results:
@@ -326,17 +326,20 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
         if line.get("type") == "attachment":
             _attachment(turns, line)
         elif line.get("type") == "user" and message:
-            for one in messages.expanded(message):
-                if one["role"] == "tool":
-                    failed = results.get(one["tool_call_id"], {}).get("is_error")
+            for entry in messages.expanded(message):
+                if entry["role"] == "tool":
+                    failed = results.get(entry["tool_call_id"], {}).get("is_error")
                     turns.result(
-                        one["tool_call_id"], one["content"], at, error="it failed" if failed else ""
+                        entry["tool_call_id"],
+                        entry["content"],
+                        at,
+                        error="it failed" if failed else "",
                     )
                 else:
                     turns.at(at)
                     if not line.get("isMeta"):  # meta messages are written by the harness
-                        turns.asked = turns.asked or messages.content_text(one["content"])
-                    turns.say(one)
+                        turns.request = turns.request or messages.content_text(entry["content"])
+                    turns.say(entry)
         elif line.get("type") == "assistant" and message.get("model") == "<synthetic>":
             turns.say(messages.message_of(message))  # not written by a model
         elif line.get("type") == "assistant" and message:
@@ -350,7 +353,7 @@ def read_claude(lines: Iterable[Object], issues: Issues) -> Iterator[Trace]:
                 finish=_stop(message.get("stop_reason")),
             )
         lengths[str(line.get("uuid"))] = len(turns.messages) - _has_system(turns)
-    for turns in found.values():
+    for turns in conversations.values():
         yield turns.done(about)
 
 
@@ -458,7 +461,7 @@ def is_opencode(row: Object) -> bool:
     return (
         isinstance(row.get("messages"), list)
         and "info" in row
-        and all(isinstance(obj(one).get("parts"), list) for one in row["messages"])
+        and all(isinstance(obj(message).get("parts"), list) for message in row["messages"])
     )
 
 
@@ -468,8 +471,8 @@ def read_opencode(row: Object, issues: Issues) -> Iterator[Trace]:
     turns = Turns(
         str(info.get("id") or ""), "opencode", "subagent" if info.get("parentID") else "agent"
     )
-    for one in row["messages"]:
-        about, parts = obj(one.get("info")), [obj(part) for part in rows(one.get("parts"))]
+    for entry in row["messages"]:
+        about, parts = obj(entry.get("info")), [obj(part) for part in rows(entry.get("parts"))]
         time = obj(about.get("time"))
         texts = "".join(
             str(p.get("text") or "")
@@ -566,5 +569,5 @@ def read_opencode_database(path: Path, issues: Issues) -> Iterator[Trace]:
 
 
 def _parts(database: sqlite3.Connection, message: str) -> list[Object]:
-    found = database.execute("select data from part where message_id = ? order by id", (message,))
-    return [obj(data) for (data,) in found]
+    records = database.execute("select data from part where message_id = ? order by id", (message,))
+    return [obj(data) for (data,) in records]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from agentrl.cli.live import users
 from agentrl.core.config import resolve
-from agentrl.core.errors import NotFound
+from agentrl.core.errors import ConfigError, NotFound
 from agentrl.core.types import StepCommit
 from agentrl.live import records
 from agentrl.live.records import (
@@ -219,10 +219,16 @@ async def test_a_session_whose_end_nobody_wrote_is_deleted_by_when_it_was_labell
     assert id not in [row.id for row in await store.rollouts(RUN)]
 
 
-async def test_the_secret_is_made_once(store, config):
+async def test_the_secret_is_made_once_or_given(store, config, monkeypatch):
     one, two = await asyncio.gather(secret_of(store, config), secret_of(store, config))
     assert one == two == await secret_of(store, config)
     assert len(one) == 64
+    people_ = {"secret_env": "SHOP_SECRET"}
+    given = resolve({"name": RUN, "store": config.store, "live": {"people": people_}}, source="t")
+    with pytest.raises(ConfigError, match="the environment has no SHOP_SECRET"):
+        await secret_of(store, given)
+    monkeypatch.setenv("SHOP_SECRET", "abc")
+    assert await secret_of(store, given) == b"abc"
 
 
 def test_users_and_tokens_depend_on_the_secret():
