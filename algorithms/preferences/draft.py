@@ -95,13 +95,15 @@ class Draft:
     known: set[str] = field(default_factory=set)
     images: dict[str, Image] = field(default_factory=dict)  # not stored yet, by digest
 
-    def side(self, calls: Sequence[Transition], rollout: str | None = None, **part: Any) -> str:
+    def side(
+        self, transitions: Sequence[Transition], rollout: str | None = None, **part: Any
+    ) -> str:
         """Add a completion and return its digest. Its calls are copied, or are `part` of a
         `rollout`."""
-        digest = digest_of(calls)
+        digest = digest_of(transitions)
         if digest not in self.known:
             self.known.add(digest)
-            copied = list(calls) if rollout is None else []
+            copied = list(transitions) if rollout is None else []
             self.sides.append(Side(digest=digest, rollout=rollout, own=copied, **part))
         return digest
 

@@ -170,35 +170,33 @@ class Telling:
         Nothing for controls, which are there to show what they change."""
         if self.control != "none" or self.against != "untold" or self.source in ("next", "user"):
             return {}
-        own = [self._of_group(group, policy.name) for group in groups]
-        texts: tuple[Texts, Texts] = {}, {}
-        measured = list[list[str]]()
-        for number, (group, told) in enumerate(zip(groups, own, strict=True)):
-            other = _of_others(number, groups, own)
+        texts_of_groups = [self._of_group(group, policy.name) for group in groups]
+        right, wrong = Texts(), Texts()
+        measured = list[list[str]]()  # ids of calls
+        for number, (group, texts) in enumerate(zip(groups, texts_of_groups, strict=True)):
             success = next(filter(self.succeeded, _played(group)), None)
             failures = [row for row in _played(group) if self.failed(row)]
-            every = [c.id for row in failures for c in row.transitions if c.id in told]
-            if success is None or not every:
+            told = [c.id for row in failures for c in row.transitions if c.id in texts]
+            if success is None or not told:
                 continue
-            instead = (
-                other.get(every[0])
-                if self.source == "error"
-                else transcript(failures[0], policy.name)
-            )
+            if self.source == "error":
+                instead = _of_others(number, groups, texts_of_groups).get(told[0])
+            else:
+                instead = transcript(failures[0], policy.name)
             if instead:
                 ids = [c.id for c in success.transitions if trainable(c, policy.name)]
                 measured.append(ids)
-                texts[0].update(dict.fromkeys(ids, told[every[0]]))
-                texts[1].update(dict.fromkeys(ids, instead))
+                right.update(dict.fromkeys(ids, texts[told[0]]))
+                wrong.update(dict.fromkeys(ids, instead))
         in_turn = filter(None, chain.from_iterable(zip_longest(*measured)))
         chosen = [*islice(in_turn, EVIDENCE_CALLS)]
-        given, instead = (
-            self.scored(groups, self._with_texts(groups, {id: some[id] for id in chosen}, policy),
-                        policy)
-            for some in texts
-        )  # fmt: skip
+
+        def scored(texts: Texts) -> dict[str, float]:
+            calls = self._with_texts(groups, {id: texts[id] for id in chosen}, policy)
+            return self.scored(groups, calls, policy)
+
         sizes = {call.id: len(call.completion) for call in _calls(groups)}
-        return {id: value / sizes[id] for id, value in _less(given, instead).items()}
+        return {id: gain / sizes[id] for id, gain in _less(scored(right), scored(wrong)).items()}
 
     def token_gap(self, batch: Batch, groups: list[Group], policy: TrainedPolicy) -> Tensor:
         """As the reward `told`, but of each token of the batch, in nats, float64 [N]; NaN where
@@ -589,8 +587,8 @@ def with_told(
     something else is told; against: in place of the untold prompt. retire: steps without a lower
     divergence after which nothing is told. Where a group has a success, its calls are scored with
     what a failure is told and with a wrong text; while the first does not make them more probable
-    (`told/evidence`, a z-score, below 2), nothing is told. arXiv 2601.20802, 2602.04942, 2601.19897, 2604.02288,
-    2606.11709, 2608.05987, 2608.04007, 2609.20784."""
+    (`told/evidence`, a z-score, below 2), nothing is told. arXiv 2601.20802, 2602.04942,
+    2601.19897, 2604.02288, 2606.11709, 2608.05987, 2608.04007, 2609.20784."""
     if top is None:
         top = TOP if use == "kl" and against == "untold" else 0
     if failures_only is None:
