@@ -262,7 +262,7 @@ async def check(
     preset = load_preset(name, root)
     program, model, log = preset.find_program(), ScriptedModel(), RequestLog()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        tables: Any = {"workspace": WorkspaceConfig(source="task.files", folder=folder)}
+        tables: Any = {"workspace": WorkspaceConfig(source="task.files")}
         config = RunConfig(
             agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
             policy=PolicyConfig(model="m", unsupported_roles="as_sent"),

@@ -67,8 +67,8 @@ UNSEEN_TOOLS = (
     " template of the policy's server renders none; choose a model or template that does"
 )
 UNTRAINED = (
-    "{} model calls are not trained: their upstream gave no token ids. Serve the policy with ids,"
-    ' or set algorithm.missing_token_ids = "retokenize".'
+    "{} model calls are not trained: their upstream gave no token ids. Serve the policy with an"
+    " engine that gives them."
 )
 DISCARDED = (
     "{} groups were discarded: they have unknown token ids, or impossible rewards or log-probs."

@@ -27,7 +27,7 @@ def settings(folder: Path, model: Path, **more: Any) -> RunConfig:
         "name": "offline", "output": str(folder / "run"), "steps": 4,
         "store": f"sqlite:///{folder / 'store.db'}",
         "policy": {"model": str(model), "device": "cpu"},
-        "data": {"name": "pairs", "version": 1},
+        "data": {"name": "pairs@1"},
         "algorithm": {"preset": "dpo", "groups": 3, "lr": 1e-2},
         "learner": {"kind": "torch", "threads": 1},
         "keep_checkpoints": 9,

@@ -109,7 +109,7 @@ def settings(folder: Path, preset: str, **policy: Any) -> RunConfig:
         "name": "offline", "output": str(folder / "run"), "steps": 2,
         "store": f"sqlite:///{folder / 'store.db'}",
         "policy": {"model": str(folder / "model"), "device": "cpu", "vision": "frozen", **policy},
-        "data": {"name": "looks", "version": 1},
+        "data": {"name": "looks@1"},
         "algorithm": {"preset": preset, "groups": 4, "lr": 1e-3},
         "learner": {"kind": "torch", "threads": 1},
     }  # fmt: skip

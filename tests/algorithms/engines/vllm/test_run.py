@@ -327,7 +327,7 @@ async def test_a_teacher_on_vllm_gives_the_lessons_of_the_same_model(
     other, frozen = copy.deepcopy(policy), Reference(copy.deepcopy(model), policy)
     local = TorchLearner(policy, tokenizer, frozen={"teacher": frozen})
     endpoint = ModelServer(server.base_url, server.model, "")
-    teacher = RemoteTeacher("teacher.upstream = 'it'", endpoint, 12, tokenizer, 512)
+    teacher = RemoteTeacher("teacher.model = 'it'", endpoint, 12, tokenizer, 512)
     await teacher.check()
 
     batch = make_batch()
