@@ -333,8 +333,6 @@ class DataConfig(Section, frozen=True):
     def problems(self, config: RunConfig) -> Iterator[str]:
         """A run on a data set runs no agent and serves no policy."""
         if not self.name:
-            if self != DataConfig():
-                yield "[data] has no effect without `name`, a data set of the store"
             return
         why = "has no effect in a run on [data], which plays no rollouts"
         for table in _changed(config, PLAYING):

@@ -175,7 +175,6 @@ def test_steps_take_every_item_once_an_epoch() -> None:
     [
         ({"tasks": {"train": "x.jsonl"}}, r"\[tasks\] has no effect in a run on \[data\]"),
         ({"algorithm": {"preset": "dpo", "group_size": 4}}, "algorithm.group_size has no effect"),
-        ({"data": {"version": 2}}, "no effect without `name`"),
     ],
 )
 def test_settings_of_rollouts_are_refused(tmp_path, more, message) -> None:
