@@ -259,11 +259,11 @@ class TextStream:
         if self.stopped:
             return ""
         keep = 0 if last else self._keep
-        kept = text_before_stop(self._text, self._stop)
-        if len(kept) < len(self._text):
+        before_stop = text_before_stop(self._text, self._stop)
+        if len(before_stop) < len(self._text):
             self.stopped, keep = True, 0
-        end = max(len(kept) - keep, 0)
-        final, self._text = kept[:end], kept[end:]
+        end = max(len(before_stop) - keep, 0)
+        final, self._text = before_stop[:end], before_stop[end:]
         return final
 
 

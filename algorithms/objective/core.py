@@ -206,21 +206,21 @@ class Terms:
 def loss_terms(
     algo: Algo,
     batch: Batch,
-    given: GivenLogProbs,
+    logprobs: GivenLogProbs,
     *,
     fresh: bool = False,
     advantage: Tensor | None = None,
 ) -> Terms:
-    """Terms of one optimizer step on the whole of `batch`. given: log-probs; for an algorithm with
-    `topk` also those of `Batch.topk_tokens`, before the first update or by the teacher; without
-    them `distill` has no effect. fresh: whether log-probs of the old policy are not needed, because
+    """Terms of one optimizer step on the whole of `batch`. logprobs: for an algorithm with `topk`
+    also those of `Batch.topk_tokens`, before the first update or by the teacher; without them
+    `distill` has no effect. fresh: whether log-probs of the old policy are not needed, because
     this is the only step on the batch or because they are interpolated. advantage [N]: from
     `compute_advantages` of a larger batch that contains this one; default: computed here.
 
     Raises TrainingError for missing or non-finite log-probs, or infinite credit."""
-    given, sampler = given.exact(), batch.sampler_logprobs.detach().double().cpu()
+    logprobs, sampler = logprobs.exact(), batch.sampler_logprobs.detach().double().cpu()
     who = f"algorithm {algo.name!r}, step {batch.step},"
-    columns, read = {"sampler": sampler, **given.computed()}, set[str](algo.needs)
+    columns, read = {"sampler": sampler, **logprobs.computed()}, set[str](algo.needs)
     if algo.topk and not algo.distill:
         read.add("old_candidates")
     for name in sorted(read - ({"old", "old_candidates"} if fresh else set())):
@@ -234,14 +234,14 @@ def loss_terms(
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
-    added = None if algo.side is None else algo.side.terms(batch, given.reference)
+    added = None if algo.side is None else algo.side.terms(batch, logprobs.reference)
     return Terms(
         advantage=credit,
         weight=loss_weights(algo, batch, live),
         sampler=sampler,
-        given=given,
+        given=logprobs,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
-        skip=_skip(algo, batch, live, credit, added, given),
+        skip=_skip(algo, batch, live, credit, added, logprobs),
         added=added,
     )
 
@@ -413,7 +413,7 @@ def _skip(
     live: Tensor,
     credit: Tensor,
     added: AddedTerms | None,
-    given: GivenLogProbs,
+    logprobs: GivenLogProbs,
 ) -> str | None:
     if not batch.n_tokens:
         return "the batch has no sampled tokens"
@@ -423,16 +423,16 @@ def _skip(
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, even if all advantages are 0.
     others = algo.penalties or algo.reads_critic or algo.entropy
-    if not (others or _is_taught(algo, given) or credit.any()):
+    if not (others or _is_taught(algo, logprobs) or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None
 
 
-def _is_taught(algo: Algo, given: GivenLogProbs) -> bool:
+def _is_taught(algo: Algo, logprobs: GivenLogProbs) -> bool:
     """Whether a distillation has a teacher: the policy without privileged text has none."""
     if algo.distill is None or not algo.distill.told:
         return algo.distill is not None
-    teacher_K = given.teacher_candidates
+    teacher_K = logprobs.teacher_candidates
     return teacher_K is not None and not bool(teacher_K.isnan().all())
 
 

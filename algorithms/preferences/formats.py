@@ -136,7 +136,7 @@ def _named(
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             place = f"{where}[{number}].content"
-            parts = [part(given, f"{place}[{index}]") for index, given in enumerate(content)]
+            parts = [part(value, f"{place}[{index}]") for index, value in enumerate(content)]
             message = {**message, "content": parts}
         messages.append(message)
     return messages[0] if isinstance(talk, dict) else messages, at

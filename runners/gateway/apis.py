@@ -93,8 +93,10 @@ def listed() -> list[str]:
     """Return the supported methods and paths."""
     apis = TRANSLATED.items()
     methods = ((path, [*(["POST"] if api.answer else []), *api.others]) for path, api in apis)
-    own = [f"POST {path}" for path in OWN]
-    return own + [f"{method} {path}" for path, api_methods in methods for method in api_methods]
+    own_paths = [f"POST {path}" for path in OWN]
+    return own_paths + [
+        f"{method} {path}" for path, api_methods in methods for method in api_methods
+    ]
 
 
 def client_api(request: web.Request) -> ModelApi | None:

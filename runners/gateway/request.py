@@ -389,9 +389,9 @@ def text_rejection_reason(
     return not_trained(not_text_part, policy, role) if not_text_part else ""
 
 
-def not_trained(found: str, policy: str, role: str) -> str:
+def not_trained(media: str, policy: str, role: str) -> str:
     return (
-        f"the policy {policy!r} is trained on text, and this call has {found}, which training would"
+        f"the policy {policy!r} is trained on text, and this call has {media}, which training would"
         f" not see: describe it in words, or {other_model(role)}"
     )
 
