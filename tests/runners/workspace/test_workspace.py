@@ -342,7 +342,7 @@ os.symlink({str(outside)!r}, "tests")
 @pytest.fixture
 def space() -> Iterator[Path]:
     """A folder that other users may enter; those of pytest are closed to them."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
