@@ -32,11 +32,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    "agentrl.cli.main", "agentrl.algorithms.train.main", "agentrl.runners.main", "langchain.agents",
-    "langchain_openai", "langgraph.graph", "matplotlib.figure", "numpy", "openai.resources.chat",
-    "peft", "psycopg_pool", "safetensors.torch", "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",
-    "uvloop", "tests.system.steady",
+    "agentrl.algorithms.train.main", "agentrl.algorithms.vision.loading", "agentrl.audit.subjects",
+    "agentrl.cli.init", "agentrl.cli.main", "agentrl.environments.runner", "agentrl.live.source",
+    "agentrl.runners.feedback", "agentrl.runners.main", "agentrl.store.sqlite", "agentrl.trainer",
+    "anyio._backends._asyncio", "httpcore2", "langchain.agents", "langchain_openai",
+    "langgraph.graph", "matplotlib.backends.backend_agg", "matplotlib.pyplot", "numpy",
+    "openai.resources.chat.chat", "peft", "PIL.GifImagePlugin", "psycopg_pool", "rich.panel",
+    "safetensors.torch", "transformers.models.auto.image_processing_auto",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2", "uvicorn", "uvloop", "tests.system.steady",
 )  # fmt: skip
 Command = dict[str, Any]  # arguments after `python`, cwd, env, session, spare
 

@@ -39,7 +39,8 @@ async def train_once(example: str, model: Path, output: Path, *more: str) -> Non
     """One step of an example from the command line, with another model and with very little of
     everything."""
     small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
-    small += ["eval.tasks=1", "eval.samples=0", f"output={output}", f"policy.model={model}"]
+    small += ["audit.before=false", "eval.tasks=1", "eval.samples=0"]
+    small += [f"output={output}", f"policy.model={model}"]
     command = ["-m", "agentrl", "train", str(EXAMPLES / example / "run.toml")]
     trained = await asyncio.to_thread(warm.run, *command, *small, *more)
     assert trained.returncode == 0, trained.stderr

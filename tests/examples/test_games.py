@@ -115,7 +115,8 @@ async def test_a_built_policy_plays_and_trains(
     example["policy"].build(tmp_path / "policy", 0)
     load_model(tmp_path / "policy", device="cpu")
     small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "eval.tasks=2"]
-    small += ["eval.samples=0", f"output={tmp_path}", f"policy.model={tmp_path / 'policy'}"]
+    small += ["audit.before=false", "eval.samples=0", f"output={tmp_path}"]
+    small += [f"policy.model={tmp_path / 'policy'}"]
     command = ["-m", "agentrl", "train", str(EXAMPLES / name / "run.toml")]
     trained = await asyncio.to_thread(warm.run, *command, *small)
     assert trained.returncode == 0, trained.stderr

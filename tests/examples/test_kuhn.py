@@ -20,7 +20,7 @@ Trained = tuple[list[StepRow], list[Rollout], list[Transition]]
 
 def train(output: Path, *settings: str) -> Trained:
     """Committed steps, rollouts, and the calls of the last step."""
-    small = [f"output={output}", "algorithm.group_size=8"]
+    small = [f"output={output}", "audit.before=false", "algorithm.group_size=8"]
     command = ["-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
     trained = warm.run(*command, *small, *settings, timeout=110)
     assert trained.returncode == 0, trained.stderr

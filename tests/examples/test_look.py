@@ -118,8 +118,8 @@ async def test_two_steps(tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLES / "look", tmp_path / "look")
     (folder / "small.py").write_text(SMALL)
     small = ["steps=2", "algorithm.groups=2", "algorithm.group_size=2", "eval.tasks=2"]
-    small += ["eval.samples=0", "runner.processes=1", "policy.build=small.py:build"]
-    small += ["verifier.path=small.py:verify"]
+    small += ["audit.before=false", "eval.samples=0", "runner.processes=1"]
+    small += ["policy.build=small.py:build", "verifier.path=small.py:verify"]
     done = warm.run("-m", "agentrl", "train", "run.toml", f"output={tmp_path}", *small, cwd=folder)
     assert done.returncode == 0, done.stderr
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:

@@ -55,6 +55,11 @@ lr = 1e-3
 [runner]
 lease = 3.0
 """
+# An audit is one more process, which the first rollouts wait for: `test_run.py` has a run with one.
+NO_AUDIT = """
+[audit]
+before = false
+"""
 
 
 @pytest.fixture
@@ -64,5 +69,5 @@ def run_folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "verifier.py").write_text(VERIFIER)
     (tmp_path / "tasks.jsonl").write_bytes(b"".join(msgspec.json.encode(t) + b"\n" for t in tasks))
-    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir))
+    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir) + NO_AUDIT)
     return tmp_path

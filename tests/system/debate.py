@@ -8,6 +8,7 @@ HEAD = """
 name = "debate"
 output = "out"
 steps = 2
+audit.before = false
 [agent]
 path = "agent.py:agent"
 [tasks]

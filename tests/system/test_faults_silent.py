@@ -19,6 +19,7 @@ from tests.system.conftest import ASKS
 from tests.system.steady import config, failing_config, run
 
 SMALL = ["algorithm.groups=1", "algorithm.group_size=2", "steps=4", "tasks.heldout="]
+SMALL += ["audit.before=true"]  # which no fault of the verifier may end
 GOOD = "def verify(task, result): return float(len(result) % 7)\n"
 DEAD = """
 from openai import OpenAI

@@ -62,9 +62,11 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     (first,) = run_folder.glob("*-eval-*")
     shutil.rmtree(first)
 
-    trained = agentrl(run_folder, "train", "run.toml", *SMALL)
+    audited = [*SMALL, "audit.before=true"]
+    trained = agentrl(run_folder, "train", "run.toml", *audited)
     assert trained.returncode == 0, trained.stderr
     assert "held-out tasks" in trained.stdout
+    assert "warning: audit of the verifier: exploitable: " in trained.stdout
     phases = ("reading the tasks", "loading the model ", "starting the policy server", "scoring 4 ")
     assert [trained.stdout.index(f"\n{phase}") for phase in phases] == sorted(
         trained.stdout.index(f"\n{phase}") for phase in phases
@@ -89,11 +91,11 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert "call 0, agent, " in prompts.stdout
     assert "<|im_start|>user" in prompts.stdout
 
-    again = agentrl(run_folder, "train", "run.toml", *SMALL)
+    again = agentrl(run_folder, "train", "run.toml", *audited)
     assert again.returncode == 0, again.stderr
     assert len(rollouts(run_folder)) == 2 * 8 + 2 * 2 * 4
 
-    changed = agentrl(run_folder, "train", "run.toml", *SMALL, "algorithm.lr=0.5")
+    changed = agentrl(run_folder, "train", "run.toml", *audited, "algorithm.lr=0.5")
     assert changed.returncode == 2
     assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
 
@@ -109,12 +111,12 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     with sqlite3.connect(evaluated) as connection:
         assert connection.execute("select distinct version from transitions").fetchall() == [(2,)]
 
-    fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
+    fewer = agentrl(run_folder, "train", "run.toml", *audited, "steps=1")
     assert fewer.returncode == 2
     assert "has 2 steps already" in fewer.stderr
 
     (run_folder / "out" / "mine.txt").write_text("not the run's")
-    fresh = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1", "--fresh")
+    fresh = agentrl(run_folder, "train", "run.toml", *audited, "steps=1", "--fresh")
     assert fresh.returncode == 0, fresh.stderr
     assert read(run_folder, lambda store: store.run("tiny")).step == 1
     assert (run_folder / "out" / "mine.txt").exists()

@@ -35,6 +35,8 @@ lora.rank = 4
 roles = ["critic"]
 lora.rank = 2
 algorithm = {{ preset = "reinforce++", lr = 1e-2 }}
+[audit]
+before = false
 [team]
 schedule = "alternating"
 [sampling]

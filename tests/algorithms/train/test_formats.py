@@ -61,7 +61,7 @@ def folder(tmp_path: Path, tiny_llama_dir: Path) -> Path:
         'tasks.train = "tasks.jsonl"\ntasks.heldout = "tasks.jsonl"\n'
         'policy.model = "model"\npolicy.device = "cpu"\nsampling.max_tokens = 8\n'
         "algorithm.groups = 1\nalgorithm.group_size = 2\n"
-        "runner.processes = 1\nlearner.threads = 1\n"
+        "runner.processes = 1\nlearner.threads = 1\naudit.before = false\n"
     )
     return tmp_path
 

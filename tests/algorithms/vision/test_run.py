@@ -15,6 +15,7 @@ from tests import factories, warm
 RUN = """\
 name = "look"
 steps = 2
+audit.before = false
 
 [algorithm]
 groups = 2
