@@ -187,7 +187,7 @@ class LiveSessions(Sessions):
         opts_out = bool(session.name) and not self._may_record(request)
         if opts_out and session.name not in self._opted_out:
             session = await self._opt_out(session, request)
-        if session.active.recorded:
+        if session.active.recorded and self._people.token:
             request[SESSION_TOKEN] = records.token_of(self._secret, session.name)
         return session
 
@@ -245,11 +245,11 @@ class LiveSessions(Sessions):
         await self._lanes_known.wait()
         feedback = msgspec.json.decode(await read_body(request), type=Feedback)
         token, name = request.headers.get(records.TOKEN, ""), feedback.session
-        if not token:
+        if self._people.token and not token:
             return refusal(
                 401, f"feedback needs {records.TOKEN}, a header of its session's answers"
             )
-        if not records.is_token(self._secret, name, token):
+        if self._people.token and not records.is_token(self._secret, name, token):
             return refusal(403, f"the {records.TOKEN} is not that of session {name!r:.80}")
         if why := signals.invalid_reason(feedback):
             return refusal(400, why)
@@ -257,7 +257,8 @@ class LiveSessions(Sessions):
         if rows and len(rows[0].rewards) >= MAX_FEEDBACK:
             return refusal(429, f"session {name!r:.80} has {MAX_FEEDBACK} rewards, the maximum")
         if not rows:
-            return refusal(410, f"session {name!r:.80} is deleted, or was never recorded")
+            status = 410 if self._people.token else 404
+            return refusal(status, f"session {name!r:.80} is deleted, or was never recorded")
         return await super()._take_feedback(request)
 
     # -- sessions ----------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ async def test_what_python_does_not_say_is_measured_once_and_printed(
     tables = {"policy": {"model": str(tiny_model_dir)}, "sampling": {"max_tokens": 7}}
     chosen, text = await completed(tables, tmp_path)
     assert chosen.keys() == measured.SETTINGS.keys() - {"sampling.max_tokens"}
-    assert (chosen["policy.lora.rank"], chosen["algorithm.lr"]) == (16, 2e-4)
+    assert (chosen["policy.lora.rank"], chosen["algorithm.lr"]) == (16, 2.8e-3)
     assert f"policy.dtype = {chosen['policy.dtype']}" in text
     again, text = await completed(tables, tmp_path)  # a resumed run has the same settings
     assert again == chosen

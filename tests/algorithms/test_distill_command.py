@@ -10,7 +10,7 @@ from tests.system.test_run import agentrl, measured
 
 RUN = """
 [teacher]
-upstream = "big"
+model = "big"
 [upstreams.big]
 base_url = "{url}"
 """

@@ -69,7 +69,7 @@ def test_what_is_right(task: str, question: str, reply: str, strict: bool, lenie
 def test_a_run_file_is_pinned_and_has_a_teacher(name: str) -> None:
     config = load(RUNS / f"{name}.toml")
     assert config.environment.startswith(f"{TASKS[name].plugin}:")
-    assert (config.policy.lora.rank, config.algorithm.lr, config.algorithm.groups) == (16, 2e-4, 4)
+    assert (config.policy.lora.rank, config.algorithm.lr, config.algorithm.groups) == (16, 5e-4, 4)
     assert bool(config.warmup.data) == bool(teacher := TASKS[name].teacher)
     assert not teacher or callable(getattr(teachers, teacher))
 

@@ -63,7 +63,7 @@ async def test_the_hidden_test_decides(
     parts: Any, tmp_path: Path, edit: str, reward: float
 ) -> None:
     task = next(task for task in parts["tasks"].train if task["id"] == "sum-add")
-    settings = WorkspaceConfig(source="task.files", folder=str(tmp_path))
+    settings = WorkspaceConfig(source="task.files")
     spaces = Workspaces(RunConfig(workspace=settings), root=tmp_path, gateway="http://127.0.0.1:9")
     await spaces.start()
     try:

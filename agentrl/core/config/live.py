@@ -63,6 +63,7 @@ class PeopleConfig(Section, frozen=True):
     # Variable with the secret of the run, by which users are hashed and tokens made. Empty: one is
     # made and kept in the store.
     secret_env: str = ""
+    token: bool = True  # Whether feedback needs the token that the session's responses carry.
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
     per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
 

@@ -57,7 +57,7 @@ def configured(tmp_path: Path, code: str, **tables: Any) -> RunConfig:
 
 
 @pytest.fixture
-async def play(bench: Any, tmp_path: Path) -> Play:
+async def play(bench: Any, tmp_path: Path, temporary: Path) -> Play:
     """Runs a program on tasks; the rollouts. Nothing may be left of their workspaces."""
 
     async def run(
@@ -87,7 +87,7 @@ async def play(bench: Any, tmp_path: Path) -> Play:
         finally:
             await executor.close()
             await workspaces.close()
-        assert not list(Path(tempfile.gettempdir()).glob("agentrl-workspaces-*/*"))
+        assert not list(temporary.glob("agentrl-workspaces-*/*"))
         return found
 
     return run
