@@ -40,6 +40,7 @@ STYLE = f"transition:{types.TOLD}_style"  # as `told`, for a few calls with the 
 EVIDENCE = f"transition:{types.TOLD}_evidence"  # see `Evidence`; of a few calls of successes
 EMA_WEIGHT = 0.3  # weight of the latest step in the average of the divergence
 MIN_DECREASE = 0.02  # an average counts as lower if it falls by this share
+MIN_EVIDENCE = 3  # groups that have to be measured, once any can be, before a text is used
 EVIDENCE_DECAY = 0.9  # weight of earlier groups, per step
 Z_SCORE = 2.0  # of the mean, from which a policy is taken to follow
 DECAY = 0.95  # decay of evidence, per call
@@ -69,19 +70,17 @@ class Evidence:
 
     @property
     def z_score(self) -> float:
-        """Of the mean; 0 where all values are 0."""
-        if not self.squares:
+        """Of the mean, with the variance of a sample; 0 of a single group, and where all are 0."""
+        if self.groups <= 1 or not self.squares:
             return 0.0
         mean = self.total / self.groups
-        variance = max(self.squares / self.groups - mean**2, 0.0)
-        if not variance:
-            return math.copysign(math.inf, mean)
-        return mean / math.sqrt(variance / self.groups)
+        variance = max(self.squares / self.groups - mean**2, 0.0) / (self.groups - 1)
+        return mean / math.sqrt(variance) if variance else math.copysign(math.inf, mean)
 
     @property
     def is_missing(self) -> bool:
-        """Whether groups were measured, and show that texts are not followed."""
-        return self.groups > 0 and self.z_score < Z_SCORE
+        """Whether groups were measured, and do not show that texts are followed."""
+        return self.groups > 0 and (self.groups < MIN_EVIDENCE or self.z_score < Z_SCORE)
 
 
 @dataclass(slots=True)
@@ -103,9 +102,9 @@ class GapState:
         evidence = self.evidence.after(values)
         if evidence.is_missing and not self.evidence.is_missing:
             log.warning(
-                "+told: what a failure is told makes the answers of a success no more probable "
-                "than a wrong text does (z-score %.1f of %.0f groups), so nothing is told until it "
-                "does", evidence.z_score, evidence.groups,
+                "+told: what a failure is told has not been shown to make the answers of a success "
+                "more probable than a wrong text does (z-score %.1f of %.0f groups, 2 of 3 are "
+                "needed), so nothing is told until it has", evidence.z_score, evidence.groups,
             )  # fmt: skip
         elif self.evidence.is_missing and not evidence.is_missing:
             log.warning("+told: the policy follows what it is told now, and is told it again")

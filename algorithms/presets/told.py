@@ -586,9 +586,10 @@ def with_told(
     blend: of the host's advantage where something is told, default 1 for kl, else .5. control:
     something else is told; against: in place of the untold prompt. retire: steps without a lower
     divergence after which nothing is told. Where a group has a success, its calls are scored with
-    what a failure is told and with a wrong text; while the first does not make them more probable
-    (`told/evidence`, a z-score, below 2), nothing is told. arXiv 2601.20802, 2602.04942,
-    2601.19897, 2604.02288, 2606.11709, 2608.05987, 2608.04007, 2609.20784."""
+    what a failure is told and with a wrong text; until the first is shown to make them more
+    probable (`told/evidence`, a z-score, of 2 over three groups), nothing is told. arXiv
+    2601.20802, 2602.04942, 2601.19897, 2604.02288, 2606.11709, 2608.05987, 2608.04007,
+    2609.20784."""
     if top is None:
         top = TOP if use == "kl" and against == "untold" else 0
     if failures_only is None:

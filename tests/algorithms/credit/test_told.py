@@ -181,27 +181,29 @@ def test_the_policy_is_told_no_more_once_the_gap_stops_falling() -> None:
     assert not forever.retired
 
 
-def test_a_text_without_evidence_is_not_used_until_there_is_some() -> None:
-    """By hand: of n groups with mean m and variance v the z-score is m / sqrt(v / n); earlier
+def test_a_text_is_not_used_until_evidence_shows_that_it_is_followed() -> None:
+    """By hand: of n groups with mean m and variance v the z-score is m / sqrt(v / (n - 1)); earlier
     groups count for .9 a step. The calls of a group are one value."""
     column = ToldGap()
+    assert not Evidence().is_missing  # without a success nothing can be measured
     _, state = column.recall(column.part(0), trace(evidence=[0.5, -0.5, 0.3, NAN, NAN]), [])
     assert isinstance(state, GapState)
     assert state.evidence == Evidence(1.0, pytest.approx(0.1), pytest.approx(0.01))
-    assert not state.evidence.is_missing  # of one group nothing is known
-    state = state.measured(torch.tensor([0.1, -0.1] * 4, dtype=torch.float64))
-    assert state.evidence.is_missing
+    values = torch.tensor([0.3, 0.1], dtype=torch.float64)
+    for groups, missing in ((1.0, True), (2.9, True), (4.61, False)):
+        assert state.evidence.groups == pytest.approx(groups)
+        assert state.evidence.is_missing == missing
+        state = state.measured(values)
     copied = GapState()
     copied.restore(state.dump())
     assert copied.evidence == state.evidence
-    values = torch.tensor([0.3, 0.1] * 4, dtype=torch.float64)
-    found = Evidence(10.0, 0.0, 0.1).after(values)
+    found = Evidence(10.0, 0.0, 0.1).after(values.repeat(4))
     mean = 1.6 / 17
     variance = (0.09 + 4 * (0.09 + 0.01)) / 17 - mean**2
-    assert found.z_score == pytest.approx(mean / math.sqrt(variance / 17))
+    assert found.z_score == pytest.approx(mean / math.sqrt(variance / 16))
     assert not found.is_missing
-    assert Evidence(10.0, 0.0, 0.1).after(-values).is_missing
-    assert Evidence(8.0, 0.0, 0.0).is_missing  # another task's text changes just as much
+    assert Evidence(10.0, 0.0, 0.1).after(-values.repeat(4)).is_missing
+    assert Evidence(8.0, 0.0, 0.0).is_missing  # a wrong text changes just as much
     assert found.after(torch.zeros(0)) == found  # a step in which nothing was measured
 
 
