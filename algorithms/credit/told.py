@@ -52,8 +52,9 @@ class Evidence:
     """Whether the policy follows what it is told: sums over groups, earlier steps decayed.
 
     Of each group with a success and a failure: the mean log-prob per token of the success's calls
-    given the text that the failure is told, minus that given a text that is wrong there. A policy
-    that cannot read such texts changes by either in any direction, and would be drawn to noise."""
+    given the text that the failure is told, minus that given a text that is wrong there or without
+    one, whichever is higher. A policy that cannot read such texts changes by either in any
+    direction, and would be drawn to noise."""
 
     groups: float = 0.0
     total: float = 0.0
@@ -103,8 +104,8 @@ class GapState:
         if evidence.is_missing and not self.evidence.is_missing:
             log.warning(
                 "+told: what a failure is told has not been shown to make the answers of a success "
-                "more probable than a wrong text does (z-score %.1f of %.0f groups, 2 of 3 are "
-                "needed), so nothing is told until it has", evidence.z_score, evidence.groups,
+                "more probable than a wrong text or none does (z-score %.1f of %.0f groups, 2 of 3 "
+                "are needed), so nothing is told until it has", evidence.z_score, evidence.groups,
             )  # fmt: skip
         elif self.evidence.is_missing and not evidence.is_missing:
             log.warning("+told: the policy follows what it is told now, and is told it again")

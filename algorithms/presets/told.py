@@ -195,8 +195,14 @@ class Telling:
             calls = self._with_texts(groups, {id: texts[id] for id in chosen}, policy)
             return self.scored(groups, calls, policy)
 
-        sizes = {call.id: len(call.completion) for call in _calls(groups)}
-        return {id: gain / sizes[id] for id, gain in _less(scored(right), scored(wrong)).items()}
+        helped, misled = scored(right), scored(wrong)
+        calls = {call.id: call for call in _calls(groups) if call.id in helped}
+        untold = self._before(groups, calls, policy)
+        return {
+            id: (helped[id] - max(misled[id], untold[id])) / len(call.completion)
+            for id, call in calls.items()
+            if id in misled
+        }
 
     def token_gap(self, batch: Batch, groups: list[Group], policy: TrainedPolicy) -> Tensor:
         """As the reward `told`, but of each token of the batch, in nats, float64 [N]; NaN where
@@ -586,8 +592,8 @@ def with_told(
     blend: of the host's advantage where something is told, default 1 for kl, else .5. control:
     something else is told; against: in place of the untold prompt. retire: steps without a lower
     divergence after which nothing is told. Where a group has a success, its calls are scored with
-    what a failure is told and with a wrong text; until the first is shown to make them more
-    probable (`told/evidence`, a z-score, of 2 over three groups), nothing is told. arXiv
+    what a failure is told, with a wrong text and with none; until the first is shown to make
+    them most probable (`told/evidence`, a z-score, of 2 over three groups), nothing is told. arXiv
     2601.20802, 2602.04942, 2601.19897, 2604.02288, 2606.11709, 2608.05987, 2608.04007,
     2609.20784."""
     if top is None:

@@ -300,7 +300,8 @@ def test_the_evidence_is_what_a_text_adds_to_a_success(
 
     calls = made[0].rollouts[1].transitions
     expected = {
-        call.id: (after(call, given[source]) - after(call, wrong)) / len(call.completion)
+        call.id: (after(call, given[source]) - max(after(call, wrong), total(model, call)))
+        / len(call.completion)
         for call in calls
     }
     found = rewards_of(Telling(source, failures_only=True)(made, policy), EVIDENCE)
