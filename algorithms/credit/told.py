@@ -49,12 +49,12 @@ MIN_PRIOR = 0.01  # the smallest prior of success and of failure, which the pape
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Whether the policy follows what it is told: sums over groups, earlier steps decayed.
+    """Whether the policy follows the text: sums over groups, decayed from step to step.
 
     Of each group with a success and a failure: the mean log-prob per token of the success's calls
-    given the text that the failure is told, minus that given a text that is wrong there or without
-    one, whichever is higher. A policy that cannot read such texts changes by either in any
-    direction, and would be drawn to noise."""
+    given the text that the failure is told, minus that given a wrong text or none, whichever is
+    higher. A policy that cannot read such texts changes in any direction, and would be trained
+    towards noise."""
 
     groups: float = 0.0
     total: float = 0.0
@@ -103,12 +103,14 @@ class GapState:
         evidence = self.evidence.after(values)
         if evidence.is_missing and not self.evidence.is_missing:
             log.warning(
-                "+told: what a failure is told has not been shown to make the answers of a success "
-                "more probable than a wrong text or none does (z-score %.1f of %.0f groups, 2 of 3 "
-                "are needed), so nothing is told until it has", evidence.z_score, evidence.groups,
+                "+told: the text is not used until it raises the probability of successful answers "
+                "above that with a wrong text and without one (z-score %.1f of %.0f groups; 2 of 3 "
+                "are needed)", evidence.z_score, evidence.groups,
             )  # fmt: skip
         elif self.evidence.is_missing and not evidence.is_missing:
-            log.warning("+told: the policy follows what it is told now, and is told it again")
+            log.warning(
+                "+told: successful answers show that the policy follows the text; it is used"
+            )
         return replace(self, evidence=evidence)
 
     def after(self, divergence: float | None, metrics: dict[str, float]) -> GapState:

@@ -249,7 +249,10 @@ def test_the_run_file_names_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"teacher": {"model": "said"}}, r"teacher\.model = 'said' is a text; name a server"),
+        (
+            {"teacher": {"model": "said"}},
+            r"teacher\.model = 'said': this upstream answers with a fixed text; name one",
+        ),
         ({"sampling": {"temperature": 0.7}}, r"sampling\.temperature: .* set it to 1"),
         ({"algorithm": {"preset": "grpo"}}, r"teacher\.model is set, .* reads no teacher"),
         (

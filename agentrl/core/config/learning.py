@@ -254,7 +254,10 @@ class TeacherConfig(Section, frozen=True):
         if self.model not in config.upstreams:
             return
         if self.model not in config.endpoints:
-            yield f"teacher.model = {self.model!r} is a text; name a server, or a model"
+            yield (
+                f"teacher.model = {self.model!r}: this upstream answers with a fixed text; name "
+                "one that is a server, or a model"
+            )
         if config.sampling.temperature not in (0, 1):
             yield "sampling.temperature: a teacher's server returns log-probs at 1; set it to 1"
 
