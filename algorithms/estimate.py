@@ -36,6 +36,7 @@ from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.model.attention import whole_blocks
 from agentrl.algorithms.model.lm_head import MAX_LOGITS, computing_with
 from agentrl.algorithms.model.load import DTYPES, device_of
+from agentrl.algorithms.model.packing import MIN_PACK
 from agentrl.algorithms.model.products import has_kernels
 from agentrl.algorithms.simulation import Simulation, Workload
 from agentrl.algorithms.vision.images import PIXEL_BYTES
@@ -262,8 +263,10 @@ def bytes_needed(config: RunConfig, network: Any) -> dict[str, float]:
     saved_bytes = (
         layers * hidden * width + layer if learner.gradient_checkpointing else layers * layer
     )
-    # The engine's rows: running, idle, and one row of padding.
-    context = whole_blocks(_context(config, shape), DTYPES[config.policy.dtype])
+    # The engine's rows: running, idle, and one row of padding. A CPU has only what is written.
+    context = _context(config, shape)
+    if on_gpu(config):
+        context = whole_blocks(context, DTYPES[config.policy.dtype])
     cached = (2 * engine.max_batch + 1) * context
     served = engine.kind == "embedded" and config.plays_rollouts
     logits = 3 * min(MAX_LOGITS, tokens * vocabulary) + 6 * served * engine.max_batch * vocabulary
@@ -342,19 +345,31 @@ def layer_bytes(config: RunConfig, shape: Any) -> int:
 
 
 def tokens_of_pack(config: RunConfig, shape: Any) -> int:
-    """Tokens of the largest forward pass of an update. A row is never split."""
-    budget = max(config.learner.token_budget, _context(config, shape))
-    return min(budget, tokens_of_step(config, shape)) if config.plays_rollouts else budget
+    """Tokens of the largest forward pass of an update. A row is never split, and on a CPU there is
+    a pass for each group (`packing.small_ranges`)."""
+    longest = _context(config, shape)
+    budget = max(config.learner.token_budget, longest)
+    if not config.plays_rollouts:
+        return budget
+    group = tokens_of_group(config, shape)
+    if on_gpu(config):
+        return min(budget, tokens_of_step(config, shape))
+    return min(budget, max(MIN_PACK, group if config.learner.packed == "trie" else longest))
 
 
 def tokens_of_step(config: RunConfig, shape: Any) -> int:
     """Tokens that an update reads, if rollouts of full contexts are one call."""
+    algorithm = config.algorithm
+    return int(algorithm.groups * tokens_of_group(config, shape) / algorithm.minibatches)
+
+
+def tokens_of_group(config: RunConfig, shape: Any) -> int:
+    """Tokens of a group that an update reads, if rollouts of full contexts are one call."""
     algorithm, context = config.algorithm, _context(config, shape)
     answer = min(config.sampling.max_tokens or context, context)
-    group = algorithm.group_size * context
     if config.learner.packed == "trie":  # a group's prompt is computed once
-        group = context + (algorithm.group_size - 1) * answer
-    return int(algorithm.groups * group / algorithm.minibatches)
+        return context + (algorithm.group_size - 1) * answer
+    return algorithm.group_size * context
 
 
 def _context(config: RunConfig, shape: Any) -> int:

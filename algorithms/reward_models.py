@@ -270,7 +270,8 @@ class ImplicitTrainer:
         rows = [_row_of(call) for calls in rollouts for call in calls]
         counts = torch.tensor([sum(len(c.completion) for c in calls) for calls in rollouts])
         of_token = gradient.repeat_interleave(counts)
-        for pack in pack_rows(rows, scorer.packing, scorer.token_budget):
+        small = model.device.type == "cpu"
+        for pack in pack_rows(rows, scorer.packing, scorer.token_budget, small=small):
             logprobs = forward_logprobs(model, pack)
             torch.autograd.backward(logprobs, of_token[pack.index].to(logprobs))
 

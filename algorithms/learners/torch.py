@@ -304,9 +304,12 @@ class TorchLearner(PolicyWeights):
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
-        packs = pack_rows(batch.rows, self.packing, self.token_budget, batch.row_unit)
+        # A CPU multiplies few rows as fast as many, so there packs only save duplicate tokens.
+        split = partial(pack_rows, batch.rows, self.packing, self.token_budget)
+        small = self.model.device.type == "cpu"
+        packs = split(batch.row_unit, small=small)
         if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
-            packs = pack_rows(batch.rows, self.packing, self.token_budget)
+            packs = split(small=small)
             psi = self._computed(packs, psi, batch.n_tokens)
         for pack in packs:
             read_pack = pack if observed is None else pack.with_observations()

@@ -26,6 +26,8 @@ from agentrl.algorithms.data.batch import TokenRow
 
 Ids = NDArray[np.int64]
 Packing = Literal["rows", "trie"]
+MIN_PACK = 256  # tokens that a CPU multiplies about as fast as more of them
+MAX_DUPLICATES = 1 / 16  # tokens of a batch that small packs may compute again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,19 @@ class Pack:
 
 
 def pack_rows(
-    rows: Sequence[TokenRow], packing: Packing, token_budget: int, unit: Tensor | None = None
+    rows: Sequence[TokenRow],
+    packing: Packing,
+    token_budget: int,
+    unit: Tensor | None = None,
+    *,
+    small: bool = False,
 ) -> list[Pack]:
     """Pack every row once, with at most `token_budget` tokens per pack unless one unit is longer:
     few packs for `rows`, the fewest duplicate tokens for `trie`.
 
     `Pack.index` refers to the rows' actions concatenated in row order, as in a batch. unit: int64
-    [R], ids of rows that must be in one pack; default: each row is a unit."""
+    [R], ids of rows that must be in one pack; default: each row is a unit. small: packs as small as
+    `small_ranges` makes them."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
     if packing == "trie":
         order, shared = depth_first(sequences)
@@ -79,7 +87,8 @@ def pack_rows(
         for sizes in ([len(row.actions) for row in rows], [len(row.observed) for row in rows])
     )
     packs = []
-    ranges = token_budget_ranges(new + shared[first], shared[first], token_budget)
+    split = small_ranges if small else token_budget_ranges
+    ranges = split(new + shared[first], shared[first], token_budget)
     for start, stop in ((bounds[a], bounds[b]) for a, b in ranges):
         chosen = order[start:stop]
         forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
@@ -177,6 +186,26 @@ def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[in
         ranges.append((int(start[stop]), stop))
         stop = ranges[-1][0]
     return ranges[::-1]
+
+
+def small_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
+    """`token_budget_ranges` of the smallest budget that adds few duplicate tokens to those of
+    `budget`: activations for a backward pass take the memory of the largest range."""
+    widest = token_budget_ranges(lengths, shared, budget)
+    tokens = int((lengths - shared).sum())
+    limit = (1 + MAX_DUPLICATES) * (tokens + duplicates(widest, shared))
+    size = MIN_PACK
+    while size < budget:
+        ranges = token_budget_ranges(lengths, shared, size)
+        if tokens + duplicates(ranges, shared) <= limit:
+            return ranges
+        size += size // 2
+    return widest
+
+
+def duplicates(ranges: Sequence[tuple[int, int]], shared: Ids) -> int:
+    """Tokens at the beginning of ranges that are computed in an earlier range, too."""
+    return sum(int(shared[start]) for start, _ in ranges)
 
 
 def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentrl.algorithms import estimate
 from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model import products
+from agentrl.algorithms.model import packing, products
 from agentrl.algorithms.model.forward import hidden_states, prove
 from agentrl.algorithms.model.lora import LoraAdapters
 from agentrl.algorithms.model.packing import pack_rows
@@ -84,7 +84,8 @@ def test_the_cache_takes_what_is_said(batch: int, context: int) -> None:
     pool.set_write_positions(torch.tensor([0]), torch.tensor([0]))
     pool.update(keys, keys, 0)
     pool.reserve(min(context, 512), [0])
-    taken = sum(tensor.nbytes for tensor in pool.tensors)
+    written = [tensor[:, :, :, :context] for tensor in pool.tensors]  # the rest has no memory
+    taken = sum(tensor.numel() * tensor.itemsize for tensor in written)
     assert estimate.bytes_needed(config, network)["KV cache"] == taken
     assert shape.max_position_embeddings == 512
 
@@ -121,11 +122,13 @@ def test_a_pack_is_between_a_row_and_a_batch() -> None:
     tables = {"algorithm": {"groups": 2, "group_size": 4}, "sampling": {"max_tokens": 10}}
     engine = {"engine": {"max_context": 100}}
     rows = settings(**tables, **engine, learner={"packing": "rows"})
-    assert estimate.tokens_of_pack(rows, shape) == 2 * 4 * 100
-    trie = settings(**tables, **engine)
-    assert estimate.tokens_of_pack(trie, shape) == 2 * (100 + 3 * 10)
-    full = settings(**tables, **engine, learner={"packing": "rows", "token_budget": 300})
-    assert estimate.tokens_of_pack(full, shape) == 300
+    assert estimate.tokens_of_step(rows, shape) == 2 * 4 * 100
+    assert estimate.tokens_of_pack(rows, shape) == packing.MIN_PACK
+    trie = settings(**tables, engine={"max_context": 500})
+    assert estimate.tokens_of_step(trie, shape) == 2 * (500 + 3 * 10)
+    assert estimate.tokens_of_pack(trie, shape) == 500 + 3 * 10
+    full = settings(**tables, **engine, learner={"packing": "rows", "token_budget": 200})
+    assert estimate.tokens_of_pack(full, shape) == 200
     long = settings(**tables, engine={"max_context": 900}, learner={"token_budget": 300})
     assert estimate.tokens_of_pack(long, shape) == 900
 

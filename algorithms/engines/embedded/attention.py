@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -254,15 +256,15 @@ class KVPool(Cache):  # type: ignore[misc]
         self._slots: Tensor | None = None
 
     def reserve(self, capacity: int, length: NDArray[np.int64]) -> None:
-        """Make room for `capacity` tokens per row. length: of each row, in tokens; empty rows are
-        not copied, because a CPU gives no memory to rows that are never written."""
+        """Make room for `capacity` tokens per row. length: of each row, in tokens; only these are
+        copied, because entries that are never written take no memory on a CPU."""
         while self.capacity < capacity:
             self.capacity = min(2 * self.capacity, self.largest)
         for index, old in enumerate(self.tensors):
-            if (size := old.shape[3]) < self.capacity:
-                new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+            if old.shape[3] < self.capacity:
+                new = _zeros(old, *old.shape[:3], self.capacity, old.shape[4])
                 for row in np.flatnonzero(length).tolist():
-                    new[:, row, :, :size] = old[:, row]
+                    new[:, row, :, : length[row]] = old[:, row, :, : length[row]]
                 self.tensors[index] = new
 
     def set_write_positions(self, rows: Tensor, positions: Tensor) -> None:
@@ -273,7 +275,7 @@ class KVPool(Cache):  # type: ignore[misc]
         """Write a step's [1, key heads, N, dim]; returns the layer's keys and values."""
         if not self.tensors:
             self.tensors = [
-                new.new_zeros(len(self), self.rows, new.shape[1], self.capacity, new.shape[-1])
+                _zeros(new, len(self), self.rows, new.shape[1], self.capacity, new.shape[-1])
                 for new in (key_states, value_states)
             ]
         if self._slots is None:
@@ -294,6 +296,16 @@ class KVPool(Cache):  # type: ignore[misc]
         """Set everything to 0, also entries that are not finite."""
         for tensor in self.tensors:
             tensor.zero_()
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros on the device of `like`. On a CPU they are pages that the system provides when they are
+    written: torch would write all of them."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    # Not numpy's, which asks for pages of 2 MiB, as large as ten rows of a layer.
+    pages = mmap(-1, max(1, prod(shape) * like.itemsize), flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype, count=prod(shape)).view(shape)
 
 
 def cache_argument(model: torch.nn.Module) -> str:

@@ -24,6 +24,7 @@ from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.model.forward import forward_logprobs
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import pack_rows
+from agentrl.core.processes import resident_bytes
 from agentrl.core.types import Sampling
 
 EOS = 2
@@ -387,6 +388,21 @@ def test_the_pool_is_a_cache_by_the_protocol_of_transformers() -> None:
         assert keys[1, :, 4].tolist() == (new + layer)[0, :, 0].tolist()
         assert values[0, :, 0].tolist() == (-new - layer)[0, :, 1].tolist()
     assert float(pool.tensors[0].count_nonzero()) == 3 * 12 - 1
+
+
+def test_the_pool_has_only_the_memory_that_is_written() -> None:
+    pool = KVPool(layers=8, rows=65, capacity=512, largest=4096)
+    before = resident_bytes()
+    for length in (1, 1000):
+        lengths = np.array([0] * 64 + [length])
+        pool.set_write_positions(torch.tensor([64]), torch.tensor([length - 1]))
+        for layer in range(8):
+            pool.update(torch.ones(1, 2, 1, 64), torch.ones(1, 2, 1, 64), layer)
+        pool.reserve(2 * pool.capacity, lengths)
+    # all of it would be 2.2 GB, its one row 34 MB
+    assert resident_bytes() - before < 100e6
+    assert pool.capacity == 2048
+    assert float(pool.tensors[0].count_nonzero()) == 2 * 8 * 2 * 64
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

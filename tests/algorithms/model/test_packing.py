@@ -270,13 +270,13 @@ def test_a_trie_forwards_every_distinct_token_once(group: list[list[Transition]]
     assert len(pack.actions) == sum(len(row.actions) for row in rows)
 
 
-@given(groups(), st.integers(1, 80), st.sampled_from(["rows", "trie"]))
-@settings(deadline=None, max_examples=50)
+@given(groups(), st.integers(1, 400), st.sampled_from(["rows", "trie"]), st.booleans())
+@settings(deadline=None, max_examples=80)
 def test_packs_hold_every_action_once_under_the_budget(
-    group: list[list[Transition]], budget: int, how: Packing
+    group: list[list[Transition]], budget: int, how: Packing, small: bool
 ) -> None:
     rows = rows_of(group)
-    packs = pack_rows(rows, how, budget)
+    packs = pack_rows(rows, how, budget, small=small)
     index = torch.cat([pack.index for pack in packs])
     assert index.sort().values.tolist() == list(range(sum(len(row.actions) for row in rows)))
     owner = torch.cat([torch.full_like(row.actions, i) for i, row in enumerate(rows)])
@@ -314,8 +314,29 @@ def test_a_row_longer_than_the_budget_goes_alone_and_whole() -> None:
     assert [pack.tokens.tolist() for pack in packs] == [[1] * 8, [2, 2, 3, 3]]
 
 
+def test_small_packs_end_between_prompts() -> None:
+    """Six prompts of 90 tokens with four answers of 30 each: a pack of one prompt and its answers
+    computes no token twice; a budget of 2000 would have one pack."""
+    rows = [
+        row([*range(100 * prompt, 100 * prompt + 90), *[7 + answer] * 30], [90, 119])
+        for prompt in range(6)
+        for answer in range(4)
+    ]
+    sizes = [len(pack.tokens) for pack in pack_rows(rows, "trie", 2000, small=True)]
+    assert sizes == [90 + 4 * 29] * 6
+    assert len(pack_rows(rows, "trie", 2000)) == 1
+
+
+def test_small_packs_of_one_prompt_are_not_worth_computing_it_again() -> None:
+    rows = [row([*range(900), *[7 + answer] * 30], [900, 929]) for answer in range(8)]
+    (pack,) = pack_rows(rows, "trie", 4000, small=True)
+    assert len(pack.tokens) == 900 + 8 * 29
+    assert len(pack_rows(rows, "trie", 1000, small=True)) == 3  # as the budget demands
+
+
 def test_no_rows_are_no_packs() -> None:
     assert pack_rows([], "trie", 10) == pack_rows([], "rows", 10) == []
+    assert pack_rows([], "trie", 1000, small=True) == []
 
 
 # -- models ----------------------------------------------------------------------------------------
