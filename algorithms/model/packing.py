@@ -27,7 +27,7 @@ from agentrl.algorithms.data.batch import TokenRow
 Ids = NDArray[np.int64]
 Packing = Literal["rows", "trie"]
 MIN_PACK = 256  # tokens that a CPU multiplies about as fast as more of them
-MAX_DUPLICATES = 1 / 16  # tokens of a batch that small packs may compute again
+MAX_DUPLICATES = 1 / 8  # tokens of a batch that small packs may compute again
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,9 +293,8 @@ class KVPool(Cache):  # type: ignore[misc]
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Set everything to 0, also entries that are not finite."""
-        for tensor in self.tensors:
-            tensor.zero_()
+        """Give the memory back; the next write begins with zeros again."""
+        self.tensors.clear()
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
