@@ -35,12 +35,14 @@ class AnswerTexts:
     tokenizer: Tokenizer
     chat: Chat = field(init=False)
     codec: Codec = field(init=False)
+    spaceless: bool = field(init=False)  # whether tokens have no spaces, as those of whole words
     missing: int = 0  # texts that were not found in the prompt as it was sent
     empty: int = 0  # steps without an observation
 
     def __post_init__(self) -> None:
         self.codec = Codec(self.tokenizer)
         self.chat = Chat(self.tokenizer, self.codec)
+        self.spaceless = b" " not in self._bytes(self.tokenizer("a b")["input_ids"])
 
     def __call__(self, call: Transition, earlier: Transition) -> Iterator[tuple[int, str]]:
         start = len(earlier.prompt) + len(earlier.completion)
@@ -76,7 +78,10 @@ class AnswerTexts:
         """Start and end of the text of message `number` in `text`, the last bytes of the prompt;
         None: not found."""
         content = _text(call.messages[number])
-        for wanted in (content.encode(), content.strip().encode()):  # many templates strip
+        texts: tuple[str, ...] = (content, content.strip())  # many templates strip
+        if self.spaceless:
+            texts = ("".join(content.split()),)
+        for wanted in map(str.encode, texts):
             at = text.find(wanted, cursor)
             if at >= 0 and text.find(wanted, at + 1) < 0:
                 return at, at + len(wanted)
@@ -94,8 +99,11 @@ class AnswerTexts:
             prompt: Sequence[int] = self.chat.encode(messages, call.tools)
         except RequestError:
             return 0
-        text = b"".join(bytes(self.codec.token(token)[1]) for token in prompt)
+        text = self._bytes(prompt)
         return len(text) - text.rfind(PROBE.encode()) - len(PROBE)
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(bytes(self.codec.token(token)[1]) for token in tokens)
 
     def check(self, batch: Batch) -> None:
         """Log the first step without an observation."""

@@ -36,6 +36,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Reward, Rollout, Transition
+from agentrl.tiny.models import word_tokenizer
 from tests import factories
 
 PRESETS = ("grpo+echo",)
@@ -84,9 +85,10 @@ class Scribe:
         self.number = 0
 
     def call(self, messages: Sequence[Message], answer: str, **fields: Any) -> Transition:
-        """The next call; the answer ends with <|im_end|>, as sampled."""
+        """The next call; the answer ends as if it were sampled."""
         self.number += 1
-        completion = self.tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
+        ended = f"{answer}{self.tokenizer.eos_token}"
+        completion = self.tokenizer.encode(ended, add_special_tokens=False)
         return factories.call(
             str(self.number), self.chat.encode([*messages]), completion,
             index=self.number, messages=[*messages], answer=said(answer), **fields,
@@ -133,6 +135,20 @@ def test_observations_are_the_tokens_of_results_alone(tokenizer: Any) -> None:
 )  # fmt: skip
 def test_roles_and_tools_are_chosen(tokenizer: Any, echo: Echo, text: str) -> None:
     assert texts(tokenizer, batch_of(tokenizer, conversation(tokenizer), echo)) == [text]
+
+
+def test_tokenizers_of_whole_words_have_observations() -> None:
+    """Their tokens have no spaces, so the text of a result is nowhere in the prompt as it is."""
+    messages = [SYSTEM, ASKED, said("query"), tool("sales\n Oslo"), said("sales"), AGAIN]
+    words = dict.fromkeys(" ".join(str(message["content"]) for message in messages).split())
+    tokenizer = word_tokenizer([*words], ("system", "user", "assistant", "tool"))
+    scribe = Scribe(tokenizer)
+    sampled = ((messages[:2], "query"), (messages[:4], "sales"), (messages, "Ada?"))
+    calls = [scribe.call(before, text) for before, text in sampled]
+    batch = batch_of(tokenizer, calls)
+    assert [tokenizer.convert_ids_to_tokens(row.tokens[row.observed]) for row in batch.rows] == [
+        ["sales", "Oslo"]
+    ]
 
 
 def branches(tokenizer: Any) -> list[Transition]:
