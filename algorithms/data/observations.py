@@ -10,7 +10,7 @@ message, the next header) is not an observation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 
@@ -38,6 +38,7 @@ class AnswerTexts:
     spaceless: bool = field(init=False)  # whether tokens have no spaces, as those of whole words
     missing: int = 0  # texts that were not found in the prompt as it was sent
     empty: int = 0  # steps without an observation
+    improbable: bool = False  # whether it was said that most are less probable than chance
 
     def __post_init__(self) -> None:
         self.codec = Codec(self.tokenizer)
@@ -117,6 +118,17 @@ class AnswerTexts:
                 "action in a prompt that continues its tokens",
                 batch.step, " or ".join(self.echo.roles),
                 f" and tool {' or '.join(self.echo.tools)}" if self.echo.tools else "",
+            )  # fmt: skip
+
+    def check_learned(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the first step of which most observations are too improbable to be learned."""
+        share = metrics.get("echo/below_chance", 0.0)
+        if share > 0.5 and not self.improbable:
+            self.improbable = True
+            log.warning(
+                "+echo: step %d learns nothing from %.0f%% of what tools answered, which is less "
+                "probable to the policy than any token by chance: it was not trained on such text",
+                step, 100 * share,
             )  # fmt: skip
 
     def _count_missing(self, call: Transition, message: Message) -> None:

@@ -42,7 +42,7 @@ from agentrl.algorithms.model.lm_head import (
     other_logprobs,
     top_tokens,
 )
-from agentrl.algorithms.model.load import Adapters
+from agentrl.algorithms.model.load import Adapters, vocabulary_size
 from agentrl.algorithms.model.packing import Pack, Packing, pack_rows
 from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
@@ -301,6 +301,9 @@ class TorchLearner(PolicyWeights):
         if batch.topk_tokens.numel():
             topk_logprobs = torch.full(batch.topk_tokens.shape, math.nan)
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, topk_logprobs=topk_logprobs)
+        # Where an observation is less probable than any token by chance, the policy was never
+        # trained on such text. The gradient of learning it from nothing would drown the reward's.
+        chance = -math.log(vocabulary_size(self.model))
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
@@ -341,8 +344,9 @@ class TorchLearner(PolicyWeights):
                 roots.append(entropy)
                 gradients.append(-bonus_n)
             if observed is not None:
-                weights_o = observed[pack.observed_index].to(p)
                 observed_logprobs = forwarded[0][n:]
+                learned = observed_logprobs.detach() > chance
+                weights_o = observed[pack.observed_index].to(p) * learned
                 report.loss -= float(weights_o @ observed_logprobs.detach())
                 report.observations[pack.observed_index] = observed_logprobs.detach().float().cpu()
                 roots.append(observed_logprobs)
@@ -361,6 +365,9 @@ class TorchLearner(PolicyWeights):
             torch.autograd.backward(roots, gradients)
         if terms is not None:
             report.metrics = critic_metrics(terms, value_loss, clipped, 0.0)
+        if observed is not None and len(observed):
+            below = (report.observations <= chance).double().mean()
+            report.metrics["echo/below_chance"] = float(below)
         return report
 
     def _computed(self, packs: list[Pack], psi: LossCoefficients, n: int) -> LossCoefficients:

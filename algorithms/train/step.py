@@ -135,6 +135,8 @@ class Updater:
         minibatches = iterate_minibatches(training, self.config, self.learner)
         optimized = self.optimizer.run(training, minibatches)
         self.state.adopt(built.recalled)
+        if self.observations is not None:
+            self.observations.check_learned(optimized, step_number(step))
         rollouts = sum(len(group.rollouts) for group in prepared.groups)
         reference = scored.batch if scored.given.reference is not None else None
         return {

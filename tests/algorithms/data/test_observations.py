@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -196,7 +197,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 def written_apart(model: PreTrainedModel, tokenizer: Any, batch: Batch, texts: set[str]) -> Tensor:
     """The mean cross-entropy of the tokens of some texts, found in the decoded rows, each distinct
-    prefix once."""
+    prefix once; 0 of those that are less probable than chance."""
     losses, seen = [], set()
     for row in batch.rows:
         logits = model(row.tokens[None]).logits[0].log_softmax(-1)
@@ -212,7 +213,8 @@ def written_apart(model: PreTrainedModel, tokenizer: Any, batch: Batch, texts: s
                 key = tuple(row.tokens[: n + 1].tolist())
                 if inside and key not in seen:
                     seen.add(key)
-                    losses.append(-logits[n - 1, row.tokens[n]])
+                    loss = -logits[n - 1, row.tokens[n]]
+                    losses.append(loss * (loss < math.log(logits.shape[-1])))
     return torch.stack(losses).mean()
 
 
@@ -320,6 +322,27 @@ def test_a_step_without_an_answer_is_reported_once(
     assert lines == [
         "+echo: step 1 has no observation to learn from: no message of role tool and tool search "
         "follows an action in a prompt that continues its tokens"
+    ]
+
+
+def test_answers_less_probable_than_chance_are_not_learned(
+    tokenizer: Any, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A policy that was never trained on such text would learn it before it learns the task."""
+    with torch.no_grad():  # so that one token is as good as certain
+        model.get_output_embeddings().weight *= 40
+    updater = Updater(
+        RunConfig(), echoed(), TorchLearner(model, tokenizer),
+        preprocessor=Preprocessor(tokenizer=tokenizer),
+    )  # fmt: skip
+    metrics = [updater.update(step, [flat_group(tokenizer, [0.0, 0.0])]) for step in range(2)]
+    assert metrics[0]["echo/loss"] > math.log(len(tokenizer))
+    assert metrics[0]["echo/below_chance"] == 1
+    assert metrics[0]["grad_norm"] == 0
+    lines = [r.getMessage() for r in caplog.records if "+echo" in r.getMessage()]
+    assert lines == [
+        "+echo: step 1 learns nothing from 100% of what tools answered, which is less "
+        "probable to the policy than any token by chance: it was not trained on such text"
     ]
 
 
