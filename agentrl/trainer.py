@@ -44,7 +44,7 @@ from agentrl.core.config.infrastructure import (
     ExternalLearnerConfig,
 )
 from agentrl.core.config.live import LiveConfig
-from agentrl.core.config.run_file import given, tasks_of, without_env_values
+from agentrl.core.config.run_file import tasks_of, trainer_arguments, without_env_values
 from agentrl.core.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.core.files import atomic_directory, make_folder
 from agentrl.core.loading import task_file
@@ -144,7 +144,7 @@ class Trainer:
     ) -> None:
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
-        self.given = given(parameters, heldout, settings)
+        self.arguments = trainer_arguments(parameters, heldout, settings)
         self._stopped = ""  # step from which a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
@@ -158,7 +158,7 @@ class Trainer:
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
-        tables, agent, verifier, train, heldout, demonstrations = self.given
+        tables, agent, verifier, train, heldout, demonstrations = self.arguments
         if demonstrations is not None:  # the checks need the file's name; it is written after them
             tables = {**tables, "warmup": tables["warmup"] | {"data": DEMONSTRATIONS}}
 
@@ -185,7 +185,7 @@ class Trainer:
             tables, output, Console(), plays_rollouts=config.plays_rollouts
         )
         for key, value in found.items():
-            tables = given({}, "", {**tables, key: value}).tables
+            tables = trainer_arguments({}, "", {**tables, key: value}).tables
         local = None
         if agent is not None or verifier is not None:
             local = agent, verifier or config.verifier.path
@@ -463,7 +463,7 @@ async def _algorithm(child: Child) -> None:
     if code:
         ending = exit_text(code)
         if cause := processes.cause_of(code):
-            needs = (child.last_said("memory: ") or "").partition(";")[0]
+            needs = (child.text_after("memory: ") or "").partition(";")[0]
             estimate = f" (the estimate was {needs})" if needs else ""
             ending += f", {cause}{estimate}: {processes.LEARNER_MEMORY_HINT}"
         elif error := child.last_exception():

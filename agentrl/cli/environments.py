@@ -25,7 +25,7 @@ def env() -> None:
 def named_environment(given: tuple[str, ...]) -> Any:
     """The environment of PLUGIN:WHAT with KEY=VALUE options, or of a run file."""
     from agentrl.core.config import load
-    from agentrl.core.config.derived import Named
+    from agentrl.core.config.derived import EnvironmentName
     from agentrl.core.config.run_file import apply_override
     from agentrl.environments.hosted import named_in
 
@@ -38,16 +38,16 @@ def named_environment(given: tuple[str, ...]) -> Any:
     options: dict[str, Any] = {}
     for override in overrides:
         apply_override(options, override)
-    return Named.read(name, options, Path.cwd())
+    return EnvironmentName.read(name, options, Path.cwd())
 
 
 def _print_plugins() -> None:
-    from agentrl.core.config.derived import Named
+    from agentrl.core.config.derived import EnvironmentName
     from agentrl.core.plugins import plugin_points
     from agentrl.environments.hosted import load_class
 
     for name in sorted(plugin_points("environments").names):
-        one = Named.read(f"{name}:", {})
+        one = EnvironmentName.read(f"{name}:", {})
         try:
             class_ = load_class(one)
         except AgentRLError as error:

@@ -31,7 +31,7 @@ from agentrl.core.config.learning import DataConfig
 from agentrl.core.config.live import LiveConfig
 from agentrl.core.config.run_file import apply_override, store_in
 from agentrl.core.errors import ConfigError
-from agentrl.core.http import given_key
+from agentrl.core.http import request_key
 from agentrl.core.types import Attempt, NewRollout, Purpose, Sampling, score_text
 from agentrl.evaluation import evaluation_run
 from agentrl.models.export import Chosen
@@ -76,7 +76,7 @@ class OpenCalls(Feature):
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in ("/", "/health"):
             return await handler(request)
-        if not self._access.allows(given_key(request.headers)):
+        if not self._access.allows(request_key(request.headers)):
             error = {"type": "authentication_error", "message": "the API key is missing or unknown"}
             return web.json_response({"type": "error", "error": error}, status=401)
         active = self._call()

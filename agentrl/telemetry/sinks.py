@@ -128,7 +128,7 @@ def sink_factory(name: str, root: Path) -> Any:
     factory: Any = load_plugin("sinks", name, (), root, key=KEY)
     check_call(factory, "config", "position", key=KEY)
     if inspect.isclass(factory):
-        check_protocol(factory, Sink, by=factory, key=KEY)
+        check_protocol(factory, Sink, source=factory, key=KEY)
     return factory
 
 
@@ -143,7 +143,7 @@ def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
     """Open the backend of that name to continue at `position`."""
     factory = sink_factory(name, Path(config.root))
     sink: Sink = factory(config, position)
-    check_protocol(sink, Sink, by=factory, key=KEY)
+    check_protocol(sink, Sink, source=factory, key=KEY)
     return sink
 
 

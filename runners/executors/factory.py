@@ -113,7 +113,7 @@ def _plugin(
     elif agent is not None:
         raise ConfigError(f"{KEY} = {config.runner.executor!r}: give the agent in the run file")
     executor = make(config, root, gateway, runner)
-    check_protocol(executor, Executor, by=make, key=KEY)
+    check_protocol(executor, Executor, source=make, key=KEY)
     for name in ("sealed", "limit"):
         if not hasattr(executor, name):
             raise ConfigError(f"{KEY}: {where(make)} returned an executor without {name!r}")

@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.algorithms.verdict import evaluation
 from agentrl.algorithms.why import findings
 from agentrl.core.config import RunConfig, load
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.types import Purpose, Rollout, Transition
 from agentrl.environments import hosted
 from agentrl.environments.hosted import Reply
@@ -47,8 +47,8 @@ def config_of(task: Public, model: str) -> RunConfig:
     return load(RUNS / f"{task.name}.toml", settings(task, model))
 
 
-def named_of(config: RunConfig) -> Named:
-    return Named.read(config.environment, dict(config.environment_options), config.root)
+def named_of(config: RunConfig) -> EnvironmentName:
+    return EnvironmentName.read(config.environment, dict(config.environment_options), config.root)
 
 
 def train(
