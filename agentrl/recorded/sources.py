@@ -141,7 +141,7 @@ def _by_row(
                 )
         except MALFORMED as error:
             issues.add(
-                f"a row of {form.name} is not as this format has it and is left out",
+                f"a row of {form.name} does not follow its format and is left out",
                 f"{path.name}: {type(error).__name__}: {error}",
             )
 
