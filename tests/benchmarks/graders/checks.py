@@ -497,10 +497,10 @@ def matches(function: str, *given: Any) -> float:
 @check("openai-evals")
 def match_by_prefix() -> Any:
     """What `Match` counts: whether the answer begins with the ideal one."""
-    from agentrl.environments.plugins.verdicts import some_key
+    from agentrl.environments.plugins.verdicts import placeholder_key
 
     os.environ["EVALS_THREADS"] = "1"
-    with some_key():
+    with placeholder_key():
         api, record = import_module("evals.api"), import_module("evals.record")
     seen: list[Any] = []
     record._default_recorder.set(
