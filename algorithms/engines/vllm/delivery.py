@@ -225,8 +225,9 @@ class ParityCheck:
             if difference := self._differs(policy, read, answer["prompt_logprobs"]):
                 raise PolicyError(
                     f"vLLM reads an image differently from the learner: {difference}; start "
-                    "it with the policy's own preprocessor_config.json, without --mm-processor-kwargs,"
-                    " and install its versions of torchvision and transformers here"
+                    "it with the policy's own preprocessor_config.json, without "
+                    "--mm-processor-kwargs, and install its versions of torchvision and "
+                    "transformers here"
                 )
 
     def _differs(self, policy: str, tokens: list[int], rows: list[Any]) -> str:
