@@ -66,15 +66,10 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         algo = registry.make(
             settings.preset, settings.options, supplies=ALL_OUTPUTS, root=Path(config.root)
         )
-        stored_credits = {row.transition: row for row in credits if row.policy == policy}
+        stored = {row.transition: row for row in credits if row.policy == policy}
         oldest = derived.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
         explanation = explain(
-            algo,
-            groups,
-            min_group=settings.min_group,
-            credits=stored_credits,
-            policy=policy,
-            oldest=oldest,
+            algo, groups, min_group=settings.min_group, credits=stored, policy=policy, oldest=oldest
         )
         if config.policies:
             lines.append(f"policy {policy}")
@@ -86,10 +81,8 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
                 continue
         spelt = _spelling(config, policy) if tokens else None
         if rollout in explanation.batch.rollouts:
-            effect = pushed(explanation, rollout)
-            lines[-1:] = (
-                [lines[-1], f"  {effect}"] if config.policies else [f"{lines[-1]} {effect}"]
-            )
+            text = pushed(explanation, rollout)
+            lines[-1:] = [lines[-1], f"  {text}"] if config.policies else [f"{lines[-1]} {text}"]
         lines += report(explanation, rollout, groups, tokens, spelt)
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]

@@ -310,10 +310,8 @@ async def launch(
         await refuse_changes(store, config)
         async with contextlib.AsyncExitStack() as stack:
             calling = followed(store, config.name, callbacks)
-            extra_work = [await stack.enter_async_context(calling)] if callbacks else []
-            seconds = await supervise(
-                store, config, local=local, extra_work=extra_work, level=level
-            )
+            extras = [await stack.enter_async_context(calling)] if callbacks else []
+            seconds = await supervise(store, config, local=local, extras=extras, level=level)
         return await _finish(store, config, seconds)
 
 
@@ -322,7 +320,7 @@ async def supervise(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,
-    extra_work: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    extras: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     process: str = "algorithm",
     alone: bool = False,
     console: Console | None = None,
@@ -331,7 +329,7 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    extra_work: its error ends the run. process: name of the main process for `agentrl
+    extras: additional work; its error ends the run. process: name of the main process for `agentrl
     process`; alone: without metrics sinks."""
     config, output = hide_secrets(config), Path(config.output)
     logs, console = make_folder(output / "logs"), console or Console()
@@ -369,7 +367,7 @@ async def supervise(
             stack.push_async_callback(_end, audit)
             running = [_after(audit, work) for work in running]
         working = [_algorithm(algorithm), *running]
-        working += [work() for work in extra_work]
+        working += [work() for work in extras]
         quiet = process not in ("algorithm", "plan") or level > PHASE
         shown = show_progress(store, config, console, quiet=quiet, first=log_lines.look)
         showing = [shown, log_lines.follow(), *([sinks.keep()] if sinks else [])]
@@ -395,8 +393,7 @@ def is_audited(config: RunConfig) -> bool:
 async def _audit(
     store: Store, config: RunConfig, child: Child, local: tuple[Any, Any] | None, console: Console
 ) -> None:
-    """Attack the verifier while the policy is loaded. A failure is printed, and never ends the
-    run."""
+    """Attack the verifier while the policy is loaded. A failure is printed and ends no run."""
     from agentrl.audit.subjects import before_run
 
     verifier = local[1] if local is not None and callable(local[1]) else None
@@ -567,10 +564,8 @@ def checkpoint_at(path: Path) -> SavedCheckpoint:
 def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
     """The checkpoints of a run on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
-    folders = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
-    return sorted(
-        map(checkpoint_at, folders), key=lambda checkpoint: (checkpoint.steps, checkpoint.path.name)
-    )
+    paths = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
+    return sorted(map(checkpoint_at, paths), key=lambda saved: (saved.steps, saved.path.name))
 
 
 def go_back(config: RunConfig, start: str, *, take_over: bool = False) -> None:
@@ -600,11 +595,9 @@ async def _go_back(config: RunConfig, start: str, take_over: bool) -> None:
 def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
     if start.isdecimal():
         saved = checkpoints_of(config)
-        checkpoint = next(
-            (candidate for candidate in reversed(saved) if candidate.steps == int(start)), None
-        )
+        checkpoint = next((item for item in reversed(saved) if item.steps == int(start)), None)
         if checkpoint is None:
-            available = ", ".join(sorted({str(candidate.steps) for candidate in saved})) or "none"
+            available = ", ".join(sorted({str(item.steps) for item in saved})) or "none"
             raise ConfigError(
                 f"--from {start}: there is no checkpoint after {start} steps in {config.output},"
                 f" only after {available}; choose one of them, or 0 for the start"

@@ -47,9 +47,9 @@ def _print_plugins() -> None:
     from agentrl.environments.hosted import load_class
 
     for name in sorted(plugin_points("environments").names):
-        environment = EnvironmentName.read(f"{name}:", {})
+        named = EnvironmentName.read(f"{name}:", {})
         try:
-            class_ = load_class(environment)
+            class_ = load_class(named)
         except AgentRLError as error:
             click.echo(f"{name:<15} cannot be imported: {error}")
             continue
@@ -58,8 +58,7 @@ def _print_plugins() -> None:
         click.echo(f"{name:<15} {first}")
         needs = ", ".join(class_.requires) or "nothing"
         click.echo(
-            f"{'':<15} needs {needs}"
-            + f"; installed in {environment.folder}" * bool(environment.python)
+            f"{'':<15} needs {needs}" + f"; installed in {named.folder}" * bool(named.python)
         )
 
 
@@ -141,15 +140,13 @@ def _check(name: str) -> None:
     click.echo(f"needs  variables {', '.join(sorted(preset.env)) or 'of every agent'}")
     for file in preset.files:
         click.echo(f"       file ~/{file}")
-    for request in report.seen:
+    for call in report.seen:
         click.echo(
-            f"calls  {request.at - report.begun:6.2f} s  {request.role or '-':<9} {request.path}"
-            f"  {request.status}  {request.size} bytes  {request.tools} tools"
-            f"{'  stream' * bool(request.body.get('stream'))}"
+            f"calls  {call.at - report.begun:6.2f} s  {call.role or '-':<9} {call.path}"
+            f"  {call.status}  {call.size} bytes  {call.tools} tools"
+            f"{'  stream' * bool(call.body.get('stream'))}"
         )
-    click.echo(
-        f"sends  {', '.join(sorted({key for request in report.seen for key in request.body}))}"
-    )
+    click.echo(f"sends  {', '.join(sorted({key for call in report.seen for key in call.body}))}")
     roles = ", ".join(f"{count} of {role}" for role, count in report.roles.items())
     click.echo(
         f"found  {report.exact} of {report.served} calls recorded exactly: {roles or 'none'}"

@@ -167,11 +167,9 @@ def by_hand(state: LiveState, kind: EventKind, version: int | None) -> Event:
     goal = lanes.candidate if kind == "promoted" else lanes.previous
     if goal is None or version not in (None, goal):
         raise ConfigError(_impossible(state, lanes, kind, version))
-    lanes_after = lanes.promoted() if kind == "promoted" else lanes.returned()
+    after = lanes.promoted() if kind == "promoted" else lanes.returned()
     subject = goal if kind == "promoted" else lanes.serving
-    return Event(
-        time=time.time(), kind=kind, version=subject, lanes=lanes_after, why="decided by hand"
-    )
+    return Event(time=time.time(), kind=kind, version=subject, lanes=after, why="decided by hand")
 
 
 def status_of(state: LiveState) -> RenderableType:
@@ -374,17 +372,8 @@ def _with_run(config: RunConfig, act: Callable[[Store], Coroutine[Any, Any, T]])
     return asyncio.run(opened())
 
 
-READ_TABLES = {
-    "name",
-    "root",
-    "output",
-    "store",
-    "runner",
-    "upstreams",
-    "roles",
-    "role_rules",
-    "sessions",
-}
+USED_TABLES = {"name", "root", "output", "store", "runner"}
+USED_TABLES |= {"upstreams", "roles", "role_rules", "sessions"}
 
 
 @click.group()
@@ -419,7 +408,7 @@ def check(config: RunConfig) -> None:
     public address without a key."""
     defaults, host = RunConfig(), config.runner.host
     unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(defaults, t)]
-    if ignored := [f"[{table}]" for table in unread if table not in READ_TABLES]:
+    if ignored := [f"[{table}]" for table in unread if table not in USED_TABLES]:
         raise ConfigError(f"{ignored[0]} has no effect on `agentrl gateway serve`; remove it")
     if replace(config.runner, host=defaults.runner.host, port=0) != defaults.runner:
         raise ConfigError("[runner]: `agentrl gateway serve` reads only host and port")

@@ -60,10 +60,7 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
 )
 @click.option("--keep-last", type=int, metavar="N", help="Prune hourly, keep the last N steps.")
 @click.option(
-    "--older-than",
-    callback=age,
-    metavar="AGE",
-    help="Prune hourly what ended before AGE, such as 7d.",
+    "--older-than", callback=age, metavar="AGE", help="Prune hourly what ended before AGE, as 7d."
 )
 def serve(
     url: str,
@@ -148,9 +145,7 @@ def backup(url: str, file: Path) -> None:
 @store_option
 @click.option("--run", help="Only this run; default: the whole store.")
 @click.option("--keep-last", type=int, metavar="N", help="Keep traces of the last N steps.")
-@click.option(
-    "--older-than", callback=age, metavar="AGE", help="Keep what ended after AGE, such as 7d."
-)
+@click.option("--older-than", callback=age, metavar="AGE", help="Keep what ended after AGE, as 7d.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @click.option("--vacuum", is_flag=True, help="Then shrink the file, or only that without limits.")
 def prune(

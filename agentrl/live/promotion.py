@@ -318,62 +318,50 @@ class Guard:
 
 
 def call_limits(allowed: float | None, calls: SeenCalls, baseline: SeenCalls) -> list[Limit]:
-    limits, values_there = [], baseline.failed
+    limits, other = [], baseline.failed
     if allowed is not None:
-        usual_share = _mean(values_there)
+        usual_share = _mean(other)
         limits.append(
-            Limit("failures", "calls failed", calls.failed, usual_share, len(values_there), allowed)
+            Limit("failures", "calls failed", calls.failed, usual_share, len(other), allowed)
         )
-    values_there = baseline.refused
+    other = baseline.refused
     # Failed calls are rare for any policy, but refusals depend on the agent: they need a
     # comparison.
-    if len(values_there) >= MIN_CALLS:
-        mean = _mean(values_there)
-        limit = Limit(
-            "refusals", "answers refuse", calls.refused, mean, len(values_there), REFUSED_SHARE
-        )
+    if len(other) >= MIN_CALLS:
+        mean = _mean(other)
+        limit = Limit("refusals", "answers refuse", calls.refused, mean, len(other), REFUSED_SHARE)
         limits.append(limit)
     if len(baseline.tokens) >= MIN_CALLS:
         longest = LONG_ANSWER * _mean(baseline.tokens)
-        long, values_there = (
-            [float(n > longest) for n in seen.tokens] for seen in (calls, baseline)
-        )
+        long, other = ([float(n > longest) for n in seen.tokens] for seen in (calls, baseline))
         text = f"answers have more than {longest:.0f} tokens"
-        limits.append(
-            Limit("length", text, long, _mean(values_there), len(values_there), LONG_SHARE)
-        )
+        limits.append(Limit("length", text, long, _mean(other), len(other), LONG_SHARE))
     return limits
 
 
 def outcome_limits(
-    allowed: float | None,
-    outcomes: Sequence[float],
-    baseline: Sequence[float],
-    *,
-    early: bool = False,
+    allowed: float | None, outcomes: Sequence[float], other: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
     """Limits for 1 minus the outcome. early: for 1 minus the early outcome."""
-    losses_there = [1 - value for value in baseline[-WATCHED:]]
-    if allowed is None or len(losses_there) < MIN_CALLS:
+    base = [1 - value for value in other[-WATCHED:]]
+    if allowed is None or len(base) < MIN_CALLS:
         return []
     lost = [1 - value for value in outcomes]
     text = "outcomes, as far as users complain at once," if early else "outcomes"
-    return [Limit("drop", text, lost, _mean(losses_there), len(losses_there), allowed)]
+    return [Limit("drop", text, lost, _mean(base), len(base), allowed)]
 
 
 def broken(limits: Iterable[Limit], baseline: int) -> Alarm | None:
     """The alarm for the first limit that the test shows to be exceeded; None: there is none."""
     for limit in limits:
-        if count := exceeds(limit.values, limit.threshold, ALARM):
-            share = _mean(limit.values[:count])
-            comparison = f"{share:.0%} of its first {count} {limit.text}, {limit.usual:.0%}"
+        if at := exceeds(limit.values, limit.threshold, ALARM):
+            share = _mean(limit.values[:at])
+            summary = f"{share:.0%} of its first {at} {limit.text}, {limit.usual:.0%}"
             if limit.name == "drop":
                 means = f"{1 - share:.0%} on average, {1 - limit.usual:.0%}"
-                comparison = f"its first {count} {limit.text} are {means}"
-            reason = f"{comparison} with version {baseline}: more than the guard allows"
-            return Alarm(
-                reason, {"limit": limit.name, "share": share, "usual": limit.usual, "of": count}
-            )
+                summary = f"its first {at} {limit.text} are {means}"
+            why = f"{summary} with version {baseline}: more than the guard allows"
+            return Alarm(why, {"limit": limit.name, "share": share, "usual": limit.usual, "of": at})
     return None
 
 
@@ -445,16 +433,14 @@ def compared(
 ) -> Compared:
     """The displayed summary of a comparison. scores: of candidate and serving version."""
     assert lanes.candidate is not None
-    candidate = [session for session in sessions if session.version == lanes.candidate]
-    serving = [session for session in sessions if session.version == lanes.serving]
+    ours = [session for session in sessions if session.version == lanes.candidate]
+    theirs = [session for session in sessions if session.version == lanes.serving]
     names = sorted({name for session in sessions for name in session.signals})
     return Compared(
         version=lanes.candidate, serving=lanes.serving, time=now, sessions=estimate.sessions,
         low=estimate.low, high=estimate.high, clipped=estimate.clipped,
         means=(_none_if_nan(estimate.candidate), _none_if_nan(estimate.serving)),
-        signals={
-            name: (_mean_signal(name, candidate), _mean_signal(name, serving)) for name in names
-        },
+        signals={name: (_mean_signal(name, ours), _mean_signal(name, theirs)) for name in names},
         held_out=(_score(scores[0]), _score(scores[1])),
         missing=(_missing(scores[0]), _missing(scores[1])),
     )  # fmt: skip

@@ -220,10 +220,10 @@ class Telling:
         policy: TrainedPolicy,
     ) -> Tensor:
         """The log-probs of the tokens of told calls, float64 [N]; NaN for others."""
-        new, index_in_batch, new_index = self._matched(batch, groups, told, policy.name)
+        new, batch_at, new_at = self._matched(batch, groups, told, policy.name)
         logprobs = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
         if new.n_tokens:
-            logprobs[index_in_batch] = _logprobs(new, policy, self.teacher).double()[new_index]
+            logprobs[batch_at] = _logprobs(new, policy, self.teacher).double()[new_at]
         return logprobs
 
     def told(
@@ -243,20 +243,16 @@ class Telling:
         old_call = torch.tensor([index.get(id, -1) for id in new.transitions], dtype=torch.int64)
         calls = old_call[new.token_transition]  # of each new token, -1: not in `batch`
         # Tokens of a call keep their order, so sorting both by call pairs them.
-        new_index = calls.argsort(stable=True)
-        index_in_batch = batch.token_transition.argsort(stable=True)
-        index_in_batch = index_in_batch[torch.isin(batch.token_transition[index_in_batch], calls)]
-        return (
-            at_temperature(new, self.temperature),
-            index_in_batch,
-            new_index[calls[new_index] >= 0],
-        )
+        new_at = calls.argsort(stable=True)
+        batch_at = batch.token_transition.argsort(stable=True)
+        batch_at = batch_at[torch.isin(batch.token_transition[batch_at], calls)]
+        return at_temperature(new, self.temperature), batch_at, new_at[calls[new_at] >= 0]
 
     # -- texts
 
     def texts(self, groups: Sequence[Group], policy: str, control: Control = "none") -> Texts:
         """z of each call that has one."""
-        texts_of_groups = [self._of_group(group, policy) for group in groups]
+        by_group = [self._of_group(group, policy) for group in groups]
         rows = [row for group in groups for row in group.rollouts]
         lacks = self.source.startswith("task:") and all(
             _field(row, self.source) is None for row in rows
@@ -267,15 +263,14 @@ class Telling:
                 "field; name one that the tasks have"
             )
         if control == "wrong":
-            return self._wrong(groups, texts_of_groups, policy)
+            return self._wrong(groups, by_group, policy)
         if control == "empty":
-            return {id: "" for texts in texts_of_groups for id in texts}
+            return {id: "" for texts in by_group for id in texts}
         if control == "unrelated":
-            texts_of_groups = [
-                _unrelated_texts(number, groups, texts_of_groups)
-                for number in range(len(texts_of_groups))
+            by_group = [
+                _unrelated_texts(number, groups, by_group) for number in range(len(by_group))
             ]
-        return {id: text for texts in texts_of_groups for id, text in texts.items()}
+        return {id: text for texts in by_group for id, text in texts.items()}
 
     def _of_group(self, group: Group, policy: str) -> Texts:
         return {
@@ -315,17 +310,15 @@ class Telling:
     def _wrong(self, groups: Sequence[Group], texts: Sequence[Texts], policy: str) -> Texts:
         """A failed sibling's calls; where z is of one call, that of another call of the group."""
         wrong_texts: Texts = {}
-        for group, group_texts in zip(groups, texts, strict=True):
+        for group, by_call in zip(groups, texts, strict=True):
             for rollout in group.rollouts:
                 failed = [
                     row for row in _played(group) if row.id != rollout.id and self.failed(row)
                 ]
                 wrong = transcript(failed[0], policy) if failed else ""
-                for id in (call.id for call in rollout.transitions if call.id in group_texts):
+                for id in (call.id for call in rollout.transitions if call.id in by_call):
                     if self.source in ("next", "error", "user"):
-                        wrong = next(
-                            (text for text in group_texts.values() if text != group_texts[id]), ""
-                        )
+                        wrong = next((text for text in by_call.values() if text != by_call[id]), "")
                     if wrong:
                         wrong_texts[id] = wrong
         return wrong_texts
@@ -493,17 +486,15 @@ def _after_the_question(call: Transition, text: str) -> list[dict[str, Json]] | 
     return messages
 
 
-def _unrelated_texts(
-    number: int, groups: Sequence[Group], texts_of_groups: Sequence[Texts]
-) -> Texts:
+def _unrelated_texts(number: int, groups: Sequence[Group], by_group: Sequence[Texts]) -> Texts:
     """For each call of a group, a different text from the next groups with another task."""
     tasks = [next((row.task for row in group.rollouts), None) for group in groups]
-    order = [*range(number + 1, len(texts_of_groups)), *range(number)]
-    others = [texts_of_groups[n] for n in order if tasks[n] != tasks[number]]
+    order = [*range(number + 1, len(by_group)), *range(number)]
+    others = [by_group[n] for n in order if tasks[n] != tasks[number]]
     candidates = list(dict.fromkeys(text for texts in others for text in texts.values()))
     return {
         id: other
-        for id, text in texts_of_groups[number].items()
+        for id, text in by_group[number].items()
         if (other := next((candidate for candidate in candidates if candidate != text), ""))
     }
 
@@ -649,10 +640,8 @@ def _check(
             f'{key}_source = {source!r}: none of "task:FIELD", {", ".join(map(repr, kinds))}'
         )
     if template and (source == "user" or "{text}" not in template):
-        problem = (
-            "what a user said has words of its own" if source == "user" else "it has no {text}"
-        )
-        raise ConfigError(f"{key}_template = {template!r}: {problem}")
+        why = "what a user said has words of its own" if source == "user" else "it has no {text}"
+        raise ConfigError(f"{key}_template = {template!r}: {why}")
     if top and use != "kl":
         raise ConfigError(f"{key}_top = {top}: only told_use = 'kl' reads it; leave it out")
     if top and against != "untold":

@@ -117,8 +117,7 @@ def derive(config: RunConfig) -> RunConfig:
 
 
 def _of_environment(config: RunConfig) -> RunConfig:
-    """The settings with the environment's agent, tasks and verifier, where the run file names
-    none."""
+    """The settings with the environment's agent, tasks and verifier where the run file has none."""
     if not config.environment:
         if config.environment_options:
             raise ConfigError("[environment_options] has no effect without environment")
@@ -210,16 +209,13 @@ def check_presets(config: RunConfig) -> None:
 
 
 def _check(algorithm: AlgorithmConfig) -> None:
-    name, registry = algorithm.preset, preset_names()
+    name, library = algorithm.preset, preset_names()
     if ":" in name:
         return
     host, modifiers = find_preset(name)
-    if host not in registry.hosts or not registry.modifiers.keys() >= set(modifiers):
+    if host not in library.hosts or not library.modifiers.keys() >= set(modifiers):
         return
-    options = [
-        *registry.options(host),
-        *(o for word in modifiers for o in registry.modifiers[word]),
-    ]
+    options = [*library.options(host), *(o for word in modifiers for o in library.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
             hint = setting_hint(option, None, options) or nearest(option, options)
@@ -232,13 +228,9 @@ def find_preset(
     """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
     contain "+". presets, modifiers: registered names besides the library's and those of packages.
     Raises ConfigError for an unknown name."""
-    registry, installed = preset_names(), plugin_points("presets").names
-    names = {*registry.hosts, *presets, *(word for word in installed if word[0] != "+")}
-    modifiers_known = {
-        *registry.modifiers,
-        *modifiers,
-        *(word[1:] for word in installed if word[0] == "+"),
-    }
+    library, installed = preset_names(), plugin_points("presets").names
+    names = {*library.hosts, *presets, *(word for word in installed if word[0] != "+")}
+    words = {*library.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
     source, colon, rest = name.rpartition(":")
     hosts = [host for host in names if f"{name}+".startswith(f"{host}+")]
     host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
@@ -247,10 +239,9 @@ def find_preset(
         raise ConfigError(f"algorithm.preset: no preset {host!r}; {hint}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
-        if word not in modifiers_known:
+        if word not in words:
             raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r};"
-                f" {nearest(word, modifiers_known)}"
+                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, words)}"
             )
     return host, added
 
@@ -361,9 +352,9 @@ def view(config: RunConfig, name: str) -> RunConfig:
     inherited = {} if member.frozen else msgspec.to_builtins(config.policy.lora)
     lora = _typed(_merged(inherited, member.lora), LoraConfig, "policy.lora")
     differing = (set(field_types(MemberConfig)) & set(field_types(PolicyConfig))) - {"lora"}
-    model_settings = {key: value for key in differing if (value := getattr(member, key))}
+    settings = {key: value for key in differing if (value := getattr(member, key))}
     policy = replace(
-        config.policy, lora=lora, **model_settings, **({"build": ""} if member.model else {})
+        config.policy, lora=lora, **settings, **({"build": ""} if member.model else {})
     )
     steps = steps_learned(config, name, config.steps)
     return replace(config, policy=policy, steps=steps, policies={}, roles={}, **overridden)
