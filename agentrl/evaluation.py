@@ -48,8 +48,8 @@ def evaluate(
     *,
     level: int = PHASE,
 ) -> TrainingResult:
-    """Score a checkpoint, by default the run's last one, before training the model that the run
-    starts from, or `[upstreams]` if the run has no model of its own. Writes to the store that the
+    """Score a checkpoint, by default the run's last one; before training, the model that the run
+    starts from; and `[upstreams]` if the run has no model of its own. Writes to the store that the
     run file names, if any."""
     config = trainer.hide_secrets(config)
     if derived.has_no_own_policy(config) and checkpoint:
@@ -70,14 +70,14 @@ def _held(config: RunConfig, checkpoint: Path | None) -> Iterator[Path | None]:
             checkpoint = named(config, checkpoint)
             stack.enter_context(files.reading(checkpoint))
         elif not derived.has_no_own_policy(config):
-            for left in reversed(range(TRIES)):
+            for tries_left in reversed(range(TRIES)):
                 if (checkpoint := find_checkpoint(config)) is None:
                     break
                 try:
                     stack.enter_context(files.reading(checkpoint))
                     break
                 except ConfigError:  # it was pruned; the store has a newer one now
-                    if not left:
+                    if not tries_left:
                         raise
         yield checkpoint
 
@@ -88,11 +88,11 @@ def _evaluate(
     replace = msgspec.structs.replace
     name = evaluation_name(config.name)
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    own = evaluation_run(config.for_evaluation(), name, checkpoint and checkpoint.resolve())
-    own = own.without_warmup()
+    run = evaluation_run(config.for_evaluation(), name, checkpoint and checkpoint.resolve())
+    run = run.without_warmup()
     config = replace(
-        own,
-        store=own.store if trainer.has_own_store(config) else config.store,
+        run,
+        store=run.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
@@ -121,7 +121,7 @@ async def _score(config: RunConfig, level: int) -> TrainingResult:
 async def _remove_unstarted(config: RunConfig) -> None:
     """Delete the output of an evaluation that failed before its first rollout began."""
     if not trainer.has_own_store(config):
-        return  # a store of several runs keeps the row of its settings
+        return  # a store of several runs keeps the row with the settings
     with suppress(AgentRLError):
         async with open_store(config.store, readonly=True) as store:
             if any(row.attempt for row in await store.rollouts(config.name)):
@@ -138,8 +138,8 @@ def scored_line(config: RunConfig, checkpoint: Path | None) -> str:
         return f"scoring the policy{after}: {checkpoint}"
     if derived.has_no_own_policy(config):
         return ""
-    begun = [derived.view(config, name).policy for name in derived.trained_policies(config)]
-    models = sorted({policy.model or policy.build for policy in begun})
+    policies = [derived.view(config, name).policy for name in derived.trained_policies(config)]
+    models = sorted({policy.model or policy.build for policy in policies})
     return f"scoring the policy before training: {', '.join(models)}"
 
 
@@ -165,20 +165,20 @@ def commonest_failure(failures: Sequence[Failure], total: int) -> str:
 def named(config: RunConfig, checkpoint: Path) -> Path:
     """A directory, or one of the run's checkpoints by its name, such as `best`. Raises ConfigError
     if there is none."""
-    own = Path(config.output, "checkpoints")
-    if found := [path for path in (checkpoint, own / checkpoint) if path.is_dir()]:
-        return found[0]
-    names = ", ".join(sorted(path.name for path in own.glob("*") if path.is_dir()))
-    known = f"; in {own} are {names}" if names else ""
-    raise ConfigError(f"{checkpoint}: no such checkpoint directory{known}")
+    folder = Path(config.output, "checkpoints")
+    if existing := [path for path in (checkpoint, folder / checkpoint) if path.is_dir()]:
+        return existing[0]
+    names = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir()))
+    listing = f"; in {folder} are {names}" if names else ""
+    raise ConfigError(f"{checkpoint}: no such checkpoint directory{listing}")
 
 
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run without steps, with this name and in a sibling folder, with a checkpoint's policies."""
-    own = policies_at(config, checkpoint) if checkpoint else {}
+    changes = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
-    own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
-    return msgspec.structs.replace(config.without_warmup() if checkpoint else config, **own)
+    changes |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
+    return msgspec.structs.replace(config.without_warmup() if checkpoint else config, **changes)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
         folder = checkpoint / name
         if not folder.is_dir():
             raise ConfigError(f"{checkpoint} has no policy {name!r}, which the run file trains")
-        found = _policy_at(derived.view(config, name).policy, folder)
+        policy = _policy_at(derived.view(config, name).policy, folder)
         members[name] = msgspec.structs.replace(
-            members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
+            members[name], model=policy.model, lora=msgspec.to_builtins(policy.lora)
         )
     return {"policies": members}
 
@@ -215,10 +215,10 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
 
 def last_checkpoint(config: RunConfig) -> Path:
     """The last checkpoint in a run's store. Raises ConfigError if there is none."""
-    found = find_checkpoint(config)
-    if found is None:
+    checkpoint = find_checkpoint(config)
+    if checkpoint is None:
         raise ConfigError(f"run {config.name!r} has no checkpoint yet; train it: agentrl train")
-    return found
+    return checkpoint
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
@@ -260,7 +260,7 @@ def _only_model(url: str, key_env: str) -> str:
     try:
         answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=TIMEOUT)
         answer.raise_for_status()
-        names = [one["id"] for one in msgspec.json.decode(answer.content)["data"]]
+        names = [model["id"] for model in msgspec.json.decode(answer.content)["data"]]
     except (httpx.HTTPError, msgspec.DecodeError, LookupError, TypeError) as error:
         raise ConfigError(
             f"--model {url}: its list of models cannot be read ({error}); give --model-name, and"

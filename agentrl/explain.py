@@ -47,7 +47,7 @@ from agentrl.store.base import Store
 
 async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
     """Lines that explain the credit of a rollout's tokens, from the stored data of its step; the
-    first in plain words.
+    first is a plain sentence.
 
     Raises StoreError for an unknown rollout."""
     async with open_store(store_url, readonly=True) as store:
@@ -66,10 +66,10 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         algo = registry.make(
             settings.preset, settings.options, supplies=ALL_OUTPUTS, root=Path(config.root)
         )
-        own = {row.transition: row for row in credits if row.policy == policy}
+        stored = {row.transition: row for row in credits if row.policy == policy}
         oldest = derived.steps_learned(config, policy, step or 0) - ceil(settings.max_staleness)
         explanation = explain(
-            algo, groups, min_group=settings.min_group, credits=own, policy=policy, oldest=oldest
+            algo, groups, min_group=settings.min_group, credits=stored, policy=policy, oldest=oldest
         )
         if config.policies:
             lines.append(f"policy {policy}")
@@ -81,8 +81,8 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
                 continue
         spelt = _spelling(config, policy) if tokens else None
         if rollout in explanation.batch.rollouts:
-            said = pushed(explanation, rollout)
-            lines[-1:] = [lines[-1], f"  {said}"] if config.policies else [f"{lines[-1]} {said}"]
+            text = pushed(explanation, rollout)
+            lines[-1:] = [lines[-1], f"  {text}"] if config.policies else [f"{lines[-1]} {text}"]
         lines += report(explanation, rollout, groups, tokens, spelt)
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]
@@ -107,9 +107,9 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:
     """The groups that were trained (or, if untrained, requested) in the rollout's step."""
-    asked = rollout.step if rollout.trained is None else None
+    requested = rollout.step if rollout.trained is None else None
     rows = await store.rollouts(
-        rollout.run, purpose=Purpose.TRAIN, step=asked, trained=rollout.trained
+        rollout.run, purpose=Purpose.TRAIN, step=requested, trained=rollout.trained
     )
     members: dict[str, list[Rollout]] = {}
     for row in rows:
@@ -118,8 +118,8 @@ async def _groups(store: Store, rollout: Rollout) -> list[Group]:
         whole = msgspec.structs.replace(row, transitions=calls)
         members.setdefault(row.group, []).append(whole)
     return [
-        Group(id=group, run=rollout.run, step=found[0].step, rollouts=found)
-        for group, found in members.items()
+        Group(id=group, run=rollout.run, step=rollouts[0].step, rollouts=rollouts)
+        for group, rollouts in members.items()
     ]
 
 
@@ -202,35 +202,37 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
 
 def compared(rollout: str, groups: list[Group]) -> str:
     """A sentence about a rollout's outcome and those of its group."""
-    own_group = (each for each in groups if any(row.id == rollout for row in each.rollouts))
-    outcomes = {row.id: row.reward() for group in own_group for row in group.rollouts}
-    known = [x for x in outcomes.values() if math.isfinite(x)]
-    if not math.isfinite(own := outcomes.get(rollout, math.nan)):
+    matching = (group for group in groups if any(row.id == rollout for row in group.rollouts))
+    outcomes = {row.id: row.reward() for group in matching for row in group.rollouts}
+    present = [x for x in outcomes.values() if math.isfinite(x)]
+    if not math.isfinite(outcome := outcomes.get(rollout, math.nan)):
         return "It has no outcome."
-    if len(known) < 2:
-        return f"Its outcome is {own:g}, with no other of its task to compare it with."
-    if min(known) == max(known):
-        return f"Its outcome is {own:g}, as that of all {len(known)} rollouts of its task."
-    mean = fmean(known)
-    than = "above" if own > mean else "below" if own < mean else "equal to"
-    return f"Its outcome {own:g} is {than} {mean:.3g}, the mean of the {len(known)} of its task."
+    if len(present) < 2:
+        return f"Its outcome is {outcome:g}, with no other of its task to compare it with."
+    if min(present) == max(present):
+        return f"Its outcome is {outcome:g}, as that of all {len(present)} rollouts of its task."
+    mean = fmean(present)
+    than = "above" if outcome > mean else "below" if outcome < mean else "equal to"
+    return (
+        f"Its outcome {outcome:g} is {than} {mean:.3g}, the mean of the {len(present)} of its task."
+    )
 
 
 def pushed(explanation: Explanation, rollout: str) -> str:
     """A sentence about the step's effect on the calls of a rollout in its batch."""
     batch, stored = explanation.batch, explanation.stored
     psi = stored.columns["psi"] if stored.known.any() else explanation.psi
-    mine = batch.token_rollout == batch.rollouts.index(rollout)
+    of_rollout = batch.token_rollout == batch.rollouts.index(rollout)
     calls = [
         float(psi[batch.token_transition == call].nansum())
-        for call in sorted(set(batch.token_transition[mine].tolist()))
+        for call in sorted(set(batch.token_transition[of_rollout].tolist()))
     ]
     up, down = sum(x > 0 for x in calls), sum(x < 0 for x in calls)
-    which = f"{len(calls)} calls" if len(calls) > 1 else "one call"
+    calls_text = f"{len(calls)} calls" if len(calls) > 1 else "one call"
     if not (up or down):
-        return f"The step changed nothing about its {which}."
-    changed = [f"{n} {how}" for n, how in ((up, "likelier"), (down, "less likely")) if n]
-    return f"Of its {which} the step made {' and '.join(changed)}."
+        return f"This step did not change the probability of its {calls_text}."
+    changed = [f"{n} {effect}" for n, effect in ((up, "likelier"), (down, "less likely")) if n]
+    return f"Of its {calls_text} the step made {' and '.join(changed)}."
 
 
 def report(
@@ -251,16 +253,16 @@ def report(
             "of the policy with known token ids and log-probs, or is in a group with a single "
             "scored rollout"
         )
-    found = next(row for group in groups for row in group.rollouts if row.id == rollout)
-    versions = {call.id: call.versions for call in found.transitions}
-    where = step_in_words(found.step)
-    if found.trained is not None:
-        where = f"trained by {step_in_words(found.trained)}"
+    explained = next(row for group in groups for row in group.rollouts if row.id == rollout)
+    versions = {call.id: call.versions for call in explained.transitions}
+    where = step_in_words(explained.step)
+    if explained.trained is not None:
+        where = f"trained by {step_in_words(explained.trained)}"
     lines = [f"{rollout}, {where}, {explanation.algo.name}", "rewards"]
     lines += [
         f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"
-        for row in found.rewards
+        for row in explained.rewards
     ] or ["  none"]
     mine = batch.token_rollout == batch.rollouts.index(rollout)
     order = batch.token_transition.argsort(stable=True)
@@ -269,8 +271,8 @@ def report(
         at = order[ends[call - 1] if call else 0 : ends[call]]
         role = batch.roles[int(batch.transition_role[call])]
         id = batch.transitions[call]
-        by = f" by {versions[id]}" if versions[id] else ""
-        lines.append(f"call {id}, {role}, {at.numel()} tokens{by}")
+        version = f" by {versions[id]}" if versions[id] else ""
+        lines.append(f"call {id}, {role}, {at.numel()} tokens{version}")
         lines += _call(explanation, at, tokens, spelt)
     return lines + _gates(explanation)
 
@@ -316,8 +318,8 @@ def _weight(explanation: Explanation, at: Tensor, used: Mapping[str, Tensor]) ->
     names = {"gates": "gates", "share": "share of the average"}
     factors = [f"{name} {_number(used[key][at])}" for key, name in names.items() if key in used]
     stored = explanation.stored
-    known = stored if stored.known.any() else explanation.chain[-1]
-    product = " x ".join([f"advantage {_number(known.columns['advantage'][at])}", *factors])
+    source = stored if stored.known.any() else explanation.chain[-1]
+    product = " x ".join([f"advantage {_number(source.columns['advantage'][at])}", *factors])
     return f"  weight in the loss (psi): {_number(used['psi'][at])} per token ({product})"
 
 
@@ -331,7 +333,7 @@ def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
     if torch.isclose(was, now, rtol=1e-4, atol=1e-6, equal_nan=True).all():
         return []
     return [
-        f"  the step used advantage {_number(was)}, and the chain above comes to {_number(now)}: "
+        f"  the step used advantage {_number(was)}, but the chain above results in {_number(now)}: "
         "the algorithm or the calls are not those of the step"
     ]
 
@@ -353,8 +355,8 @@ def _gates(explanation: Explanation) -> list[str]:
 
 def _number(x: Tensor) -> str:
     """The known value, or the range of the known values."""
-    known = x[~x.isnan()]
-    if not known.numel():
+    values = x[~x.isnan()]
+    if not values.numel():
         return "missing"
-    low, high = float(known.min()), float(known.max())
+    low, high = float(values.min()), float(values.max())
     return f"{low:.6g}" if low == high else f"{low:.6g} .. {high:.6g}"

@@ -85,13 +85,13 @@ class Harbor(Environment):
     ) -> None:
         """`heldout`: patterns of ids, such as "heldout/*"; default: every fifth task, or the last
         of fewer. `command`: the agent, a program of the image; `harness`: the same, as a preset of
-        `agent.harness` with `args` and `context`; default: the policy itself with a shell, with at
-        most `turns` calls per step, `command_timeout` seconds per command of which it sees `output`
-        characters, told `system` at first. `network`: of tasks with a public one. `outcome`: the
-        reward that counts, if there are several. `memory_mb`, `disk_mb`: limits of containers whose
-        task has none; 0: no limit. `warm`: containers of each kind that are kept ready. `cli`:
-        docker or podman; default: what is there. `variables`: patterns of this machine's variables
-        that tasks may read as `${NAME}`; default: none."""
+        `agent.harness` with `args` and `context`; default: the policy itself with a shell: at most
+        `turns` calls per step, `command_timeout` seconds per command, of which it sees `output`
+        characters, and the system prompt `system`. `network`: of tasks with a public one.
+        `outcome`: the reward that counts, if there are several. `memory_mb`, `disk_mb`: limits of
+        containers whose task has none; 0: no limit. `warm`: containers of each kind that are kept
+        ready. `cli`: docker or podman; default: the installed one. `variables`: patterns of this
+        machine's variables that tasks may read as `${NAME}`; default: none."""
         self._variables = variables or []
         self._folder = (self.root / what).resolve()
         self._heldout, self._network, self._outcome, self._cli = heldout, network, outcome, cli
@@ -111,25 +111,25 @@ class Harbor(Environment):
     @cached_property
     def _tasks(self) -> dict[str, HarborTask]:
         """The tasks that can be run here, by id."""
-        found, unsupported = {}, []
+        tasks, unsupported = {}, []
         for id, folder in task_folders(self._folder).items():
             try:
-                found[id] = read_task(folder, id, self._variables)
+                tasks[id] = read_task(folder, id, self._variables)
             except UnsupportedTask as error:
                 unsupported.append(str(error))
                 log.warning("left out: %s", error)
-        if not found:
+        if not tasks:
             raise ConfigError(
                 f"{self._folder} has no Harbor task that can be run here: {unsupported[0]}"
             )
-        return found
+        return tasks
 
     def tasks(self, split: str) -> Iterable[dict[str, Json]]:
         held_out = self._held_out()
         for id, task in self._tasks.items():
             if (id in held_out) == (split == "heldout"):
-                about = {"task": id, "digest": task.digest, "text": task.steps[0].instruction}
-                yield {"id": id, "input": about}
+                task_input = {"task": id, "digest": task.digest, "text": task.steps[0].instruction}
+                yield {"id": id, "input": task_input}
 
     def _held_out(self) -> set[str]:
         ids = list(self._tasks)
@@ -159,7 +159,7 @@ class Harbor(Environment):
         return task
 
     async def _containers(self, endpoint: Endpoint) -> Containers:
-        """This process's containers, by event loop; their keeper ends with the process."""
+        """This process's containers, by event loop; their keeper process ends with this one."""
         loop = asyncio.get_running_loop()
         if loop not in self._started:
             self._started[loop] = asyncio.create_task(_start(self._cli, endpoint, self._warm))
@@ -180,8 +180,8 @@ async def _start(cli: str, endpoint: Endpoint, warm: int) -> Containers:
     return containers
 
 
-NO_LIMIT = 86_400.0  # seconds, of a task without a time for its agent
-MAX_COMMAND_BYTES = 100_000  # bytes; Linux refuses arguments above 128 KiB
+NO_LIMIT = 86_400.0  # seconds for the agent of a task without a limit
+MAX_COMMAND_BYTES = 100_000  # Linux rejects arguments above 128 KiB
 PIECE = 60_000  # characters of a solution in one command
 SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 SYSTEM = (
@@ -217,28 +217,30 @@ class ModelWithShell:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     async def work(
-        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, conversation: list[dict[str, Any]]
     ) -> None:
-        """`talk`: the conversation of earlier steps, which continues."""
-        until = time.monotonic() + (step.seconds or NO_LIMIT)
-        talk.append({"role": "user", "content": step.instruction})
+        """`conversation`: that of earlier steps, which continues."""
+        deadline = time.monotonic() + (step.seconds or NO_LIMIT)
+        conversation.append({"role": "user", "content": step.instruction})
         for _ in range(self.turns):
-            reply = await endpoint.chat(talk, TOOLS)
-            talk.append(reply)
+            reply = await endpoint.chat(conversation, TOOLS)
+            conversation.append(reply)
             calls = reply.get("tool_calls") or []
             for call in calls:
-                said = await self._run(trial, step, call, until)
-                talk.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": said})
-            if not calls or time.monotonic() >= until:
+                output = await self._run(trial, step, call, deadline)
+                conversation.append(
+                    {"role": "tool", "tool_call_id": call.get("id", ""), "content": output}
+                )
+            if not calls or time.monotonic() >= deadline:
                 return
 
-    async def _run(self, trial: Trial, step: HarborStep, call: Any, until: float) -> str:
+    async def _run(self, trial: Trial, step: HarborStep, call: Any, deadline: float) -> str:
         command = _command(call)
         if command is None:
-            return "There is one tool, bash, with one argument, command: a text."
+            return "There is one tool, bash, with one argument, command: a string."
         if "\0" in command or len(command.encode()) > MAX_COMMAND_BYTES:
             return f"The command has a NUL or more than {MAX_COMMAND_BYTES} bytes; make it shorter."
-        left = until - time.monotonic()
+        left = deadline - time.monotonic()
         if left <= 0:
             return "The time is up."
         seconds = min(self.seconds, left)
@@ -246,13 +248,13 @@ class ModelWithShell:
             done = await trial.run(["sh", "-c", SHELL, command], step, seconds)
         except TimeoutError:
             return f"It ran longer than {seconds:.4g} s; it and all other processes were ended."
-        said = done.stdout + (f"\n{done.stderr}" if done.stderr else "")
-        if len(said) > self.output:
+        output = done.stdout + (f"\n{done.stderr}" if done.stderr else "")
+        if len(output) > self.output:
             half = self.output // 2
-            left_out = len(said) - 2 * half
-            said = f"{said[:half]}\n... ({left_out} characters are left out)\n{said[-half:]}"
+            left_out = len(output) - 2 * half
+            output = f"{output[:half]}\n... ({left_out} characters are left out)\n{output[-half:]}"
         status = f"\n(exit status {done.status})" if done.status else ""
-        return f"{said.rstrip()}{status}".strip()
+        return f"{output.rstrip()}{status}".strip()
 
 
 @dataclass(frozen=True)
@@ -266,12 +268,12 @@ class CommandInside:
         return []
 
     async def work(
-        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, conversation: list[dict[str, Any]]
     ) -> None:
         env = model_variables(endpoint.url, endpoint.key)
-        if len(given := step.instruction.encode()) <= MAX_COMMAND_BYTES:
+        if len(stdin := step.instruction.encode()) <= MAX_COMMAND_BYTES:
             env["HARBOR_INSTRUCTION"] = step.instruction
-        await _run_agent(trial, step, self.command, env, given)
+        await _run_agent(trial, step, self.command, env, stdin)
 
 
 @dataclass(frozen=True)
@@ -287,13 +289,13 @@ class HarnessInside:
         return []
 
     async def work(
-        self, trial: Trial, step: HarborStep, endpoint: Endpoint, talk: list[dict[str, Any]]
+        self, trial: Trial, step: HarborStep, endpoint: Endpoint, conversation: list[dict[str, Any]]
     ) -> None:
         prompt, home = step.instruction, f"/tmp/.agentrl-home-{step.name or 'task'}"
         if "\0" in prompt or len(prompt.encode()) > MAX_COMMAND_BYTES:
             raise AgentError(f"the task is too long for an argument of {self.preset.program}")
-        known = {"url": endpoint.url, "key": endpoint.key, "prompt": prompt}
-        preset = self.preset.filled(home=Path(home), context=self.context, **known)
+        variables = {"url": endpoint.url, "key": endpoint.key, "prompt": prompt}
+        preset = self.preset.filled(home=Path(home), context=self.context, **variables)
         with tempfile.TemporaryDirectory(prefix="agentrl-") as files:
             await processes.call(preset.write_files, Path(files))
             await trial.give(Path(files), home)
@@ -318,10 +320,10 @@ async def play(
     trial: Trial, agent: ModelWithShell | CommandInside | HarnessInside, endpoint: Endpoint
 ) -> dict[str, float]:
     """Let the agent work on all steps of a task; return the rewards."""
-    talk = agent.begin()
+    conversation = agent.begin()
     for step in trial.task.steps:
         await trial.begin(step)
-        await agent.work(trial, step, endpoint, talk)
+        await agent.work(trial, step, endpoint, conversation)
         await trial.judge(step)
         if trial.is_over(step):
             break
@@ -332,9 +334,9 @@ def solution(task: HarborTask) -> list[dict[str, Any]] | None:
     """The replies that run each step's `solve.sh`; None if there is none."""
     if not all((step.solution / "solve.sh").is_file() for step in task.steps):
         return None
-    own = resolved(task.about.solution.env, task.variables)
-    given = {"DEBIAN_FRONTEND": "noninteractive", **own}
-    variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in given.items())
+    task_variables = resolved(task.about.solution.env, task.variables)
+    environment = {"DEBIAN_FRONTEND": "noninteractive", **task_variables}
+    variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
     replies = []
     for step in task.steps:
         replies += [_asks(command) for command in _copied(step)]
@@ -363,9 +365,9 @@ def _asks(command: str) -> dict[str, Any]:
 
 def _command(call: Any) -> str | None:
     try:
-        found = json.loads(call["function"]["arguments"])["command"]
-        found.encode()  # half an emoji is not valid text
-        return found if call["function"]["name"] == "bash" and isinstance(found, str) else None
+        command = json.loads(call["function"]["arguments"])["command"]
+        command.encode()  # half an emoji is not valid text
+        return command if call["function"]["name"] == "bash" and isinstance(command, str) else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -379,7 +381,7 @@ SETUP_SECONDS = 120.0  # for each command that belongs neither to the agent nor 
 MAX_REWARDS_BYTES = 2**16  # bytes
 READ = f'for f; do if [ -f "$f" ]; then echo "$f"; head -c {MAX_REWARDS_BYTES} "$f"; exit; fi; done'
 BASH = 'if command -v bash >/dev/null; then exec bash "$0"; else exec sh "$0"; fi'
-# An image's entry point may start its services; all that it prints is lost.
+# An image's entry point may start its services; its output is discarded.
 BEHIND = '"$0" "$@" </dev/null >/dev/null 2>&1 &'
 EMPTY = 'for d; do mkdir -p "$d" && rm -rf -- "$d"/* "$d"/.[!.]* "$d"/..?*; done'
 
@@ -402,14 +404,14 @@ class Trial:
         self._folder = ""
 
     async def __aenter__(self) -> Trial:
-        about = self.task.about.environment
+        settings = self.task.about.environment
         try:
-            self._agent = await self._start(self.task.image, about, self.task.network)
+            self._agent = await self._start(self.task.image, settings, self.task.network)
             await self._sh(f"mkdir -p {' '.join(LOGS)} && chmod 777 {' '.join(LOGS)}")
             if self.task.image.files:
                 await self._agent.copy_in(self.task.image.files, await self.folder())
-            if about.healthcheck:
-                await self._wait_until_healthy(about.healthcheck)
+            if settings.healthcheck:
+                await self._wait_until_healthy(settings.healthcheck)
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
@@ -569,32 +571,34 @@ class Trial:
         try:
             return read_rewards(texts)
         except NoRewardError as error:
-            said = f"its tests wrote {error}, and ended with status {done.status}{_last_line(done)}"
-            raise self._error(said) from None
+            problem = (
+                f"its tests wrote {error}, and ended with status {done.status}{_last_line(done)}"
+            )
+            raise self._error(problem) from None
 
     async def _written(self, container: Container) -> dict[str, str]:
         """The file with rewards that the tests have written; if there are two, the more detailed
         one."""
         command = ["sh", "-c", READ, "sh", *REWARDS]
-        found = await container.run(command, folder=VERIFIER, user=ROOT, timeout=SETUP_SECONDS)
-        name, _, text = found.stdout.partition("\n")
+        result = await container.run(command, folder=VERIFIER, user=ROOT, timeout=SETUP_SECONDS)
+        name, _, text = result.stdout.partition("\n")
         return {name: text} if name in REWARDS else {}
 
     async def _wait_until_healthy(self, check: Healthcheck) -> None:
-        lenient, failures = time.monotonic() + check.start_period_sec, 0
+        start_deadline, failures = time.monotonic() + check.start_period_sec, 0
         while True:
-            early = time.monotonic() < lenient
+            starting = time.monotonic() < start_deadline
             try:
                 done = await self._run(["sh", "-c", check.command], check.timeout_sec)
                 if done.status == 0:
                     return
-                why = f"ended with status {done.status}{_last_line(done)}"
+                problem = f"ended with status {done.status}{_last_line(done)}"
             except TimeoutError:
-                why = f"ran longer than {check.timeout_sec:g} s"
-            failures += not early
+                problem = f"ran longer than {check.timeout_sec:g} s"
+            failures += not starting
             if failures >= check.retries:
-                raise self._error(f"its container is not healthy: {check.command!r:.80} {why}")
-            await asyncio.sleep(check.start_interval_sec if early else check.interval_sec)
+                raise self._error(f"its container is not healthy: {check.command!r:.80} {problem}")
+            await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
 
     async def _run(
         self,

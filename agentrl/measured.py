@@ -1,7 +1,7 @@
 """Settings of a pretrained model that are measured on this machine, unless the user sets them.
 
-`agentrl init --model` writes the same into a run file. They are measured in another process, since
-the launcher never loads torch, once per run: a resumed run reads them from its folder.
+`agentrl init --model` writes the same into a run file. They are measured once per run, in another
+process, since the launcher never loads torch: a resumed run reads them from its folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = {
 ADAPTER = {"policy.lora.rank", "algorithm.lr"}
 CALLS, SLACK = 4, 4  # calls of a rollout; how many times as long as measured it may take
 MIN_TIMEOUT = 60  # seconds
-MIN_GROUPS = 4  # a step of fewer tasks learns from too few
+MIN_GROUPS = 4  # tasks of a step; fewer are too few to learn from
 
 
 def timeout(per_token: float, max_tokens: int) -> int:
@@ -49,26 +49,26 @@ async def complete(
     """The settings, by dotted names, that measurements on this machine add to these tables. Prints
     the chosen settings, or why there are none. plays_rollouts: whether the run learns from
     rollouts."""
-    given = flatten(tables)
-    model = given.get("policy.model")
+    set_by_user = flatten(tables)
+    model = set_by_user.get("policy.model")
     if not model or not _trains_it_here(tables):
         return {}
-    wanted = {key: name for key, name in SETTINGS.items() if key not in given}
+    missing = {key: name for key, name in SETTINGS.items() if key not in set_by_user}
     if not is_installed("peft"):
         install = install_command("lora")
         console.print(f"all weights are trained; an adapter needs less memory: {install}")
-        wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
-    if ADAPTER - wanted.keys() or any(key.startswith("policy.lora.") for key in given):
-        wanted = {key: name for key, name in wanted.items() if key not in ADAPTER}
+        missing = {key: name for key, name in missing.items() if key not in ADAPTER}
+    if ADAPTER - missing.keys() or any(key.startswith("policy.lora.") for key in set_by_user):
+        missing = {key: name for key, name in missing.items() if key not in ADAPTER}
     if not plays_rollouts:  # the groups of a step are rows of a data set
-        wanted.pop("algorithm.groups", None)
-    if not wanted:
+        missing.pop("algorithm.groups", None)
+    if not missing:
         return {}
     file = output / FILE
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads(file.read_bytes())
-    if found.get("of") != model or "per_token" not in found:
+        measurements = json.loads(file.read_bytes())
+    if measurements.get("of") != model or "per_token" not in measurements:
         console.print(f"measuring {model} on this machine (seconds; minutes if it is large) ...")
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl.models.pretrained", model,
@@ -81,28 +81,28 @@ async def complete(
                 process.kill()
                 await process.wait()
         if process.returncode:
-            why = (errors.decode(errors="replace").strip() or "no reason given").splitlines()[-1]
-            console.print(f"not measured, so the defaults are used: {why}", highlight=False)
+            reason = (errors.decode(errors="replace").strip() or "no reason given").splitlines()[-1]
+            console.print(f"not measured, so the defaults are used: {reason}", highlight=False)
             return {}
-        found = json.loads(out) | {"of": model}
-        replace_file(file, json.dumps(found).encode())
-    if isinstance(length := given.get("sampling.max_tokens"), int):
-        found["timeout"] = timeout(found["per_token"], length)
-    size = given.get("algorithm.group_size", AlgorithmConfig().group_size)
+        measurements = json.loads(out) | {"of": model}
+        replace_file(file, json.dumps(measurements).encode())
+    if isinstance(length := set_by_user.get("sampling.max_tokens"), int):
+        measurements["timeout"] = timeout(measurements["per_token"], length)
+    size = set_by_user.get("algorithm.group_size", AlgorithmConfig().group_size)
     if isinstance(size, int) and size > 0:  # any other value is rejected by the check that follows
-        found["groups"] = max(MIN_GROUPS, found["concurrency"] // size)
-    chosen = {key: found[name] for key, name in wanted.items()}
+        measurements["groups"] = max(MIN_GROUPS, measurements["concurrency"] // size)
+    chosen = {key: measurements[name] for key, name in missing.items()}
     shown = ", ".join(f"{key} = {value}" for key, value in chosen.items())
-    console.print(f"measured: {shown} (settings of yours take precedence)", highlight=False)
+    console.print(f"measured: {shown} (your own settings take precedence)", highlight=False)
     return chosen
 
 
 def _trains_it_here(tables: Mapping[str, Any]) -> bool:
     """Whether a single model is trained by the torch learner and served by the embedded engine. The
     measurements apply to no other set-up."""
-    given = flatten(tables)
-    kinds = given.get("engine.kind", "embedded"), given.get("learner.kind", "torch")
+    set_by_user = flatten(tables)
+    kinds = set_by_user.get("engine.kind", "embedded"), set_by_user.get("learner.kind", "torch")
     others = ("policies", "policy.build", "policy.quantize", "policy.device", "prompts")
     return kinds == ("embedded", "torch") and not any(
-        key in given or key in tables for key in others
+        key in set_by_user or key in tables for key in others
     )

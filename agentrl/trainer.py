@@ -44,7 +44,7 @@ from agentrl.core.config.infrastructure import (
     ExternalLearnerConfig,
 )
 from agentrl.core.config.live import LiveConfig
-from agentrl.core.config.run_file import given, tasks_of, without_env_values
+from agentrl.core.config.run_file import tasks_of, trainer_arguments, without_env_values
 from agentrl.core.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.core.files import atomic_directory, make_folder
 from agentrl.core.loading import task_file
@@ -144,7 +144,7 @@ class Trainer:
     ) -> None:
         self.callbacks = callbacks
         parameters = {"agent": agent, "tasks": tasks, "verifier": verifier, "policy": policy}
-        self.given = given(parameters, heldout, settings)
+        self.arguments = trainer_arguments(parameters, heldout, settings)
         self._stopped = ""  # step from which a stopped run continues
 
     def fit(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
@@ -158,7 +158,7 @@ class Trainer:
 
     async def fit_async(self, *, fresh: bool = False, take_over: bool = False) -> TrainingResult:
         """`fit` for an event loop. If it is cancelled, it stops its processes."""
-        tables, agent, verifier, train, heldout, demonstrations = self.given
+        tables, agent, verifier, train, heldout, demonstrations = self.arguments
         if demonstrations is not None:  # the checks need the file's name; it is written after them
             tables = {**tables, "warmup": tables["warmup"] | {"data": DEMONSTRATIONS}}
 
@@ -173,19 +173,19 @@ class Trainer:
             clear(config)
         await run_folder.check_free(config, take_over=take_over)  # before its files are replaced
         output = make_folder(Path(config.output))
-        for key, own in (("train", train), ("heldout", heldout)):
-            if own is not None:
-                file = task_file(own, output / f"{key}.jsonl", config.tasks.columns)
+        for key, objects in (("train", train), ("heldout", heldout)):
+            if objects is not None:
+                file = task_file(objects, output / f"{key}.jsonl", config.tasks.columns)
                 tables = {**tables, "tasks": tables.get("tasks", {}) | {key: file}}
         if demonstrations is not None:
             file = task_file(demonstrations, output / DEMONSTRATIONS, needs="messages")
             tables = {**tables, "warmup": tables["warmup"] | {"data": file}}
         check(config := resolved())
-        found = await measured.complete(
+        measurements = await measured.complete(
             tables, output, Console(), plays_rollouts=config.plays_rollouts
         )
-        for key, value in found.items():
-            tables = given({}, "", {**tables, key: value}).tables
+        for key, value in measurements.items():
+            tables = trainer_arguments({}, "", {**tables, key: value}).tables
         local = None
         if agent is not None or verifier is not None:
             local = agent, verifier or config.verifier.path
@@ -232,8 +232,8 @@ def check(config: RunConfig) -> None:
             "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
             "[upstreams] answer; to train, give a Hugging Face directory or name"
         )
-    own = config.policies and all(member.model for member in config.policies.values())
-    if not (config.policy.model or config.policy.build or own or upstreams_only):
+    own_models = config.policies and all(member.model for member in config.policies.values())
+    if not (config.policy.model or config.policy.build or own_models or upstreams_only):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     if isinstance(config.engine, ExternalEngineConfig):  # the library's own would load torch
         engine_factory(config)
@@ -310,8 +310,8 @@ async def launch(
         await refuse_changes(store, config)
         async with contextlib.AsyncExitStack() as stack:
             calling = followed(store, config.name, callbacks)
-            also = [await stack.enter_async_context(calling)] if callbacks else []
-            seconds = await supervise(store, config, local=local, also=also, level=level)
+            extras = [await stack.enter_async_context(calling)] if callbacks else []
+            seconds = await supervise(store, config, local=local, extras=extras, level=level)
         return await _finish(store, config, seconds)
 
 
@@ -320,7 +320,7 @@ async def supervise(
     config: RunConfig,
     *,
     local: tuple[Any, Any] | None = None,
-    also: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    extras: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     process: str = "algorithm",
     alone: bool = False,
     console: Console | None = None,
@@ -329,22 +329,24 @@ async def supervise(
     """Start the processes of a run, show its progress, and stop them when the algorithm has ended.
     Returns its seconds; raises AgentRLError if another process ends first.
 
-    also: additional work; its error ends the run. process: name of the main process for `agentrl
+    extras: additional work; its error ends the run. process: name of the main process for `agentrl
     process`; alone: without metrics sinks."""
     config, output = hide_secrets(config), Path(config.output)
     logs, console = make_folder(output / "logs"), console or Console()
     async with contextlib.AsyncExitStack() as stack:
         # Runners read the settings from the store; this also fences a leftover algorithm process.
         settings = msgspec.to_builtins(config)
-        held = await stack.enter_async_context(run_folder.hold(store, config.name, settings))
+        ownership = await stack.enter_async_context(run_folder.hold(store, config.name, settings))
         run_file = write_settings(output / "run.json", config)
         order = ["process", process, str(run_file)]
         algorithm = Child("algorithm", order, logs / "algorithm.log")
-        algorithm.variables[run_folder.OWNER_VARIABLE] = held.owner
+        algorithm.variables[run_folder.OWNER_VARIABLE] = ownership.owner
         arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-        own = config.runner.processes if config.plays_rollouts and not local else 0
-        workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(own)]
-        if config.plays_rollouts and not (own or local):
+        runners = config.runner.processes if config.plays_rollouts and not local else 0
+        workers = [
+            Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)
+        ]
+        if config.plays_rollouts and not (runners or local):
             console.print(_how_to_join(config), soft_wrap=True, highlight=False)
         sinks = None if alone else sinks_process(config, run_file, console)
         auditor = Child("audit", ["process", "audit", str(run_file)], logs / "audit.log")
@@ -365,11 +367,11 @@ async def supervise(
             stack.push_async_callback(_end, audit)
             running = [_after(audit, work) for work in running]
         working = [_algorithm(algorithm), *running]
-        working += [work() for work in also]
+        working += [work() for work in extras]
         quiet = process not in ("algorithm", "plan") or level > PHASE
         shown = show_progress(store, config, console, quiet=quiet, first=log_lines.look)
         showing = [shown, log_lines.follow(), *([sinks.keep()] if sinks else [])]
-        watchers = [held.keeping, *(asyncio.create_task(work) for work in working)]
+        watchers = [ownership.keeping, *(asyncio.create_task(work) for work in working)]
         followers = [asyncio.create_task(work) for work in showing]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
@@ -391,7 +393,7 @@ def is_audited(config: RunConfig) -> bool:
 async def _audit(
     store: Store, config: RunConfig, child: Child, local: tuple[Any, Any] | None, console: Console
 ) -> None:
-    """Attack the verifier while the policy is loaded. Its failure is a line, and ends no run."""
+    """Attack the verifier while the policy is loaded. A failure is printed and ends no run."""
     from agentrl.audit.subjects import before_run
 
     verifier = local[1] if local is not None and callable(local[1]) else None
@@ -463,7 +465,7 @@ async def _algorithm(child: Child) -> None:
     if code:
         ending = exit_text(code)
         if cause := processes.cause_of(code):
-            needs = (child.last_said("memory: ") or "").partition(";")[0]
+            needs = (child.text_after("memory: ") or "").partition(";")[0]
             estimate = f" (the estimate was {needs})" if needs else ""
             ending += f", {cause}{estimate}: {processes.LEARNER_MEMORY_HINT}"
         elif error := child.last_exception():
@@ -562,8 +564,8 @@ def checkpoint_at(path: Path) -> SavedCheckpoint:
 def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
     """The checkpoints of a run on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
-    found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
-    return sorted(map(checkpoint_at, found), key=lambda one: (one.steps, one.path.name))
+    paths = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
+    return sorted(map(checkpoint_at, paths), key=lambda saved: (saved.steps, saved.path.name))
 
 
 def go_back(config: RunConfig, start: str, *, take_over: bool = False) -> None:
@@ -581,46 +583,46 @@ async def _go_back(config: RunConfig, start: str, take_over: bool) -> None:
         if state is None:
             raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; remove it")
         await refuse_changes(store, config)
-        found = None if start == "0" else _chosen(config, state, start)
+        checkpoint = None if start == "0" else _chosen(config, state, start)
         state = await store.open_run(config.name, msgspec.to_builtins(config))
-        name = None if found is None else _kept(config, found, state.epoch)
-        steps = found.steps if found else 0
+        name = None if checkpoint is None else _kept(config, checkpoint, state.epoch)
+        steps = checkpoint.steps if checkpoint else 0
         await store.rewind(config.name, state.epoch, steps, name)
-        taken = {"steps/rolled_back": float(state.step - steps)}
-        await store.log(config.name, steps, taken, epoch=state.epoch)
+        rolled_back = {"steps/rolled_back": float(state.step - steps)}
+        await store.log(config.name, steps, rolled_back, epoch=state.epoch)
 
 
 def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
     if start.isdecimal():
-        own = checkpoints_of(config)
-        found = next((one for one in reversed(own) if one.steps == int(start)), None)
-        if found is None:
-            there = ", ".join(sorted({str(one.steps) for one in own})) or "none"
+        saved = checkpoints_of(config)
+        checkpoint = next((item for item in reversed(saved) if item.steps == int(start)), None)
+        if checkpoint is None:
+            available = ", ".join(sorted({str(item.steps) for item in saved})) or "none"
             raise ConfigError(
                 f"--from {start}: there is no checkpoint after {start} steps in {config.output},"
-                f" only after {there}; choose one of them, or 0 for the start"
+                f" only after {available}; choose one of them, or 0 for the start"
             )
     else:
-        found = checkpoint_at(Path(start))
-    content = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
+        checkpoint = checkpoint_at(Path(start))
+    content = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
     if content.get("run", "") not in ("", state.identity):
         raise ConfigError(f"--from {start}: it is a checkpoint of another run than {state.run!r}")
-    if found.steps > state.step:
+    if checkpoint.steps > state.step:
         raise ConfigError(
             f"--from {start}: run {state.run!r} has {state.step} steps, but the checkpoint is from"
-            f" step {found.steps}; choose an earlier one"
+            f" step {checkpoint.steps}; choose an earlier one"
         )
-    digests.check(found.path)
-    return found
+    digests.check(checkpoint.path)
+    return checkpoint
 
 
-def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
+def _kept(config: RunConfig, checkpoint: SavedCheckpoint, epoch: int) -> str:
     """The checkpoint's name relative to the run's folder; copies a checkpoint from elsewhere into
     it."""
     folder = Path(config.output, "checkpoints")
-    if found.path.parent == folder.resolve():
-        return f"checkpoints/{found.path.name}"
-    name = f"{found.steps:06d}.{epoch}"
+    if checkpoint.path.parent == folder.resolve():
+        return f"checkpoints/{checkpoint.path.name}"
+    name = f"{checkpoint.steps:06d}.{epoch}"
     with atomic_directory(folder / name) as partial:
-        shutil.copytree(found.path, partial, dirs_exist_ok=True)
+        shutil.copytree(checkpoint.path, partial, dirs_exist_ok=True)
     return f"checkpoints/{name}"

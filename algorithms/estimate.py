@@ -46,7 +46,7 @@ from agentrl.core.config import RunConfig, TorchLearnerConfig
 from agentrl.core.config.infrastructure import VllmEngineConfig
 from agentrl.core.config.run_file import tasks_of
 from agentrl.core.errors import PolicyError
-from agentrl.core.files import lasting
+from agentrl.core.files import duration_text
 from agentrl.core.types import Group, Sampling
 
 SCREEN = 1280 * 800  # pixels
@@ -150,7 +150,7 @@ def duration(config: RunConfig, network: Any, done: int = 0) -> Iterator[str]:
 
 
 def _roughly(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 99.5 else lasting(seconds)
+    return f"{seconds:.2g} s" if seconds < 99.5 else duration_text(seconds)
 
 
 def prompt_tokens(config: RunConfig, network: Any) -> int:

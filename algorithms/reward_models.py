@@ -416,8 +416,8 @@ def make_reward_models(
         scorer = ImplicitScorer(model, against, BETA, supported_packing(model, packing), budget)
         limits = [
             limit
-            for one_model in (model, against)
-            if (limit := context_length(one_model)) is not None
+            for single_model_setting in (model, against)
+            if (limit := context_length(single_model_setting)) is not None
         ]
         context = min(limits, default=None)
         models.append(RewardModel(name, scorer, scope, sums=True, context=context))

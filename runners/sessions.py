@@ -39,7 +39,7 @@ from agentrl.core.errors import (
     StoreError,
     Unavailable,
 )
-from agentrl.core.http import given_key, read_body
+from agentrl.core.http import read_body, request_key
 from agentrl.core.types import (
     SESSION,
     Attempt,
@@ -118,7 +118,7 @@ class Sessions(Feature):
     async def _attribute(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Find or begin the session of a request, or answer a request that is not a model call."""
         session: OpenSession | None = None
-        if not self._access.allows(given_key(request.headers)):
+        if not self._access.allows(request_key(request.headers)):
             return refusal(401, "the API key is none of those in sessions.key_env")
         try:
             if request.method == "POST":

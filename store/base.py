@@ -418,7 +418,7 @@ class Store(Protocol):
 
 
 log = logging.getLogger("agentrl.store")
-MAX_PAUSE = 2.0  # seconds between two tries while the store is away
+MAX_PAUSE = 2.0  # seconds between two tries while the store is unavailable
 
 
 async def keep_reading(

@@ -20,7 +20,7 @@ from agentrl.audit.attacks import CHANGES, text_of
 from agentrl.audit.report import AuditReport, Example, Finding, shown, wilson_lower
 from agentrl.audit.workspaces import FIX, PASS_ALL, PRETEND
 from agentrl.core.config import RunConfig
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import AgentRLError
 from agentrl.core.types import ROUNDING, Json
 from agentrl.environments import hosted
@@ -132,7 +132,7 @@ def _parameters(function: Mapping[str, Any]) -> list[str]:
     return list((function.get("parameters") or {}).get("properties") or {})
 
 
-async def audit_episodes(named: Named, config: RunConfig, seconds: float) -> AuditReport:
+async def audit_episodes(named: EnvironmentName, config: RunConfig, seconds: float) -> AuditReport:
     """Play the scripts on tasks of an environment for about `seconds` at most."""
     started = time.monotonic()
     report = AuditReport(named.name)
@@ -164,7 +164,7 @@ async def audit_episodes(named: Named, config: RunConfig, seconds: float) -> Aud
     return report
 
 
-async def _solved(on: Stage, named: Named, task: Mapping[str, Json]) -> float | None:
+async def _solved(on: Stage, named: EnvironmentName, task: Mapping[str, Json]) -> float | None:
     """The reward of the environment's own solution; None: it has none that is paid."""
     solution = hosted.solution(named, task["input"])
     if solution is None:

@@ -24,7 +24,7 @@ from agentrl.audit.examine import examine
 from agentrl.audit.report import AuditReport
 from agentrl.audit.scoring import Scorer, Subject, end_process, isolate
 from agentrl.core.config import RunConfig, derived
-from agentrl.core.config.derived import SCHEME, Named
+from agentrl.core.config.derived import SCHEME, EnvironmentName
 from agentrl.core.config.run_file import tasks_of
 from agentrl.core.errors import AgentRLError
 from agentrl.core.processes import Child, exit_text, log_phase, log_to_stderr
@@ -87,7 +87,7 @@ async def audit_run(
     return report
 
 
-def plays_itself(config: RunConfig) -> Named | None:
+def plays_itself(config: RunConfig) -> EnvironmentName | None:
     """The environment of a run, if it plays and scores its rollouts itself."""
     named = hosted.named_in(config)
     if named is None or not config.agent.path.startswith(f"{SCHEME}:"):
@@ -95,7 +95,7 @@ def plays_itself(config: RunConfig) -> Named | None:
     return None if hosted.describe(named).kind == "verify" else named
 
 
-def solver(named: Named) -> Callable[[Json], Awaitable[Any]]:
+def solver(named: EnvironmentName) -> Callable[[Json], Awaitable[Any]]:
     """The ground truth of an environment's inputs."""
     helper = hosted.Helper(named) if hosted.is_hosted(named) else None
 

@@ -60,7 +60,7 @@ COMMANDS = {
     "view": "agentrl.cli.inspect:view",
     "why": "agentrl.cli.inspect:why",
 }
-WHOLE = 1000  # characters of a sentence
+MAX_HELP_CHARS = 1000  # characters of a command's sentence
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
@@ -84,9 +84,9 @@ class ResumedCommand(click.Command):
         *args: Any,
         continues: str,
         resumes: Callable[[set[str]], bool] = lambda options: True,
-        **named: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **named)
+        super().__init__(*args, **kwargs)
         self.continues, self.resumes = continues, resumes
 
     def continues_with(self, options: set[str]) -> str:
@@ -100,16 +100,16 @@ def how_to_continue(group: click.Group, arguments: list[str], place: str = "") -
     options = {word.partition("=")[0] for word in arguments}
     resumed = command.continues_with(options) if isinstance(command, ResumedCommand) else ""
     where = resumed and (place or resumed)
-    again = [one for one in arguments if one.partition("=")[0] in ("--fresh", "--from")]
-    without = f" without {again[0].partition('=')[0]}" if again else ""
+    restarting = [word for word in arguments if word.partition("=")[0] in ("--fresh", "--from")]
+    without = f" without {restarting[0].partition('=')[0]}" if restarting else ""
     return f" The same command{without} continues {where}." if where else ""
 
 
 class CommandGroup(click.Group):
     """A group that also has the commands of `COMMANDS` whose names begin with `path`."""
 
-    def __init__(self, *args: Any, path: str = "", **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, path: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.path = path
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -118,9 +118,11 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """With whole sentences, which click cuts off at the end of a line."""
-        found = ((name, self._described(ctx, name)) for name in self.list_commands(ctx))
+        described = ((name, self._described(ctx, name)) for name in self.list_commands(ctx))
         rows = [
-            (name, one.get_short_help_str(WHOLE)) for name, one in found if one and not one.hidden
+            (name, command.get_short_help_str(MAX_HELP_CHARS))
+            for name, command in described
+            if command and not command.hidden
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -133,8 +135,8 @@ class CommandGroup(click.Group):
         return click.Command(name, help=text) if text else self.get_command(ctx, name)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if own := super().get_command(ctx, cmd_name):
-            return own
+        if command_here := super().get_command(ctx, cmd_name):
+            return command_here
         place = COMMANDS.get(f"{self.path} {cmd_name}".strip())
         command: click.Command | None = resolve_name(place) if place else None
         return command
@@ -146,8 +148,8 @@ def _docstring(module: str, function: str) -> str:
     if not file.is_file():
         return ""
     _, _, source = file.read_text(encoding="utf-8").partition(f"\ndef {function}(")
-    found = re.match(r'(?s).*?:(?:  #[^\n]*)?\n    """(.*?)"""', source)
-    return cleandoc(found[1]) if found else ""
+    match = re.match(r'(?s).*?:(?:  #[^\n]*)?\n    """(.*?)"""', source)
+    return cleandoc(match[1]) if match else ""
 
 
 def _read(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:

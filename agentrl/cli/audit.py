@@ -33,8 +33,8 @@ def audit(
     from agentrl.audit.scoring import end_process, isolate
     from agentrl.audit.subjects import audit_run
 
-    overrides = [one for one in rest if "=" in one]
-    files = [Path(one) for one in rest if "=" not in one]
+    overrides = [word for word in rest if "=" in word]
+    files = [Path(word) for word in rest if "=" not in word]
     if bool(environment) == bool(files) or len(files) > 1:
         raise click.UsageError("give one RUN_FILE, or --environment PLUGIN:WHAT")
     if environment:
@@ -42,11 +42,11 @@ def audit(
     else:
         config = load(files[0], overrides)
     isolate()
-    printed = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)  # output of verifiers is not part of the report
     report = asyncio.run(_audited(audit_run, config, seconds, store=bool(files)))
     sys.stdout.flush()
-    os.dup2(printed, 1)
+    os.dup2(stdout, 1)
     text = msgspec.json.encode(report).decode() if as_json else "\n".join(report.lines())
     click.echo(text)
     sys.stdout.flush()
@@ -98,7 +98,7 @@ def rescore(
     The new reward is stored as an additional one; nothing that was trained changes. Prints how the
     rewards differ, in which groups the order changed, and the credit of their rollouts before and
     after: the reward minus the group's mean."""
-    from agentrl import rescore as again
+    from agentrl import rescore as rescoring
     from agentrl.store import open_store
     from agentrl.store.run_folder import store_with
 
@@ -106,11 +106,11 @@ def rescore(
         raise click.UsageError("give --verifier or --judge")
     url = store or store_with(run)
 
-    async def work() -> again.Rescored:
+    async def work() -> rescoring.Rescored:
         async with open_store(url, create=False) as opened:
-            given: Any = {"verifier": verifier or "", "judge": judge or "", "name": name or ""}
-            return await again.rescore(opened, run, **given)
+            options: Any = {"verifier": verifier or "", "judge": judge or "", "name": name or ""}
+            return await rescoring.rescore(opened, run, **options)
 
-    found = asyncio.run(work())
-    for part in [again.as_json(found)] if as_json else found.tables():
+    rescored = asyncio.run(work())
+    for part in [rescoring.as_json(rescored)] if as_json else rescored.tables():
         print_result(part)

@@ -64,10 +64,10 @@ def _with(
 
     def declare(work: Callable[..., Awaitable[None]]) -> Command:
         @wraps(work)
-        def command(url: str, **given: Any) -> None:
+        def command(url: str, **arguments: Any) -> None:
             async def run() -> None:
                 async with open_store(url, create=create) as store:
-                    await work(store, **given)
+                    await work(store, **arguments)
 
             asyncio.run(run())
 
@@ -110,35 +110,37 @@ MAKING = (
     click.option("--least-version", default=0, help="Oldest policy version of a call."),
     click.option("--inexact", is_flag=True, help="Include calls without token ids."),
     click.option("--least", default=0.0, help="Of pairs: the smallest difference of rewards."),
-    click.option("--per-group", default=0, help="Of pairs: most of a group; 0: all."),
+    click.option("--per-group", default=0, help="Of pairs: at most this many of a group; 0: all."),
     click.option("--expert", default="", help="With --how expert: the run with better rollouts."),
     click.option("--threshold", default=0.5, help="Of labels: smallest reward of a good rollout."),
     click.option("--freeze", is_flag=True, help="Copy the calls, so a prune may remove them."),
     click.argument("name"), *MAKING,
 )  # fmt: skip
-async def mine_command(store: Store, freeze: bool, **given: Any) -> None:
+async def mine_command(store: Store, freeze: bool, **options: Any) -> None:
     """Create data set NAME with pairs, labels or demonstrations of a run's rollouts or sessions."""
-    if bool(given["expert"]) != (given["how"] == "expert"):
+    if bool(options["expert"]) != (options["how"] == "expert"):
         raise click.UsageError("--how expert needs --expert RUN, which no other --how takes")
     context = click.get_current_context()
     for name, hows in ONLY_FOR.items():
-        is_given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if is_given and given["how"] not in hows:
+        on_command_line = (
+            context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        )
+        if on_command_line and options["how"] not in hows:
             option = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{option} has no effect with --how {given['how']}")
-    made = await _mine(store, **given)
+            raise click.UsageError(f"{option} has no effect with --how {options['how']}")
+    dataset = await _mine(store, **options)
     if freeze:
-        await _freeze(store, made)
+        await _freeze(store, dataset)
 
 
-async def _mine(store: Store, name: str, test: float, conflicts: Any, **given: Any) -> Dataset:
-    since: datetime | None = given.pop("since")
-    spec = msgspec.convert(given | {"since": since.timestamp() if since else 0.0}, MineSpec)
+async def _mine(store: Store, name: str, test: float, conflicts: Any, **options: Any) -> Dataset:
+    since: datetime | None = options.pop("since")
+    spec = msgspec.convert(options | {"since": since.timestamp() if since else 0.0}, MineSpec)
     if spec.run not in (runs := await store.runs()):
         raise ConfigError(f"--run {spec.run}: the store has {', '.join(runs) or 'no run'}")
-    made = await _draft(store, name, test, conflicts, msgspec.to_builtins(spec))
-    await mine(store, made, spec)
-    return await _commit(made)
+    draft = await _draft(store, name, test, conflicts, msgspec.to_builtins(spec))
+    await mine(store, draft, spec)
+    return await _commit(draft)
 
 
 @data.command("import")
@@ -147,11 +149,11 @@ async def import_command(store: Store, name: str, source: str, test: float, conf
     """Create data set NAME from SOURCE: file.jsonl, file.parquet or hf:OWNER/NAME[@REV][:SPLIT].
 
     Also creates a missing store, so a run on a data set may begin with this command."""
-    made = await _draft(store, name, test, conflicts, {"source": source})
+    draft = await _draft(store, name, test, conflicts, {"source": source})
     for place, row in read_rows(source):
-        add_row(made, place, row)
-        await made.flush()
-    await _commit(made)
+        add_row(draft, place, row)
+        await draft.flush()
+    await _commit(draft)
 
 
 @data.command()
@@ -159,14 +161,14 @@ async def import_command(store: Store, name: str, source: str, test: float, conf
 async def show(store: Store, name: str | None) -> None:
     """List the data sets of a store, or describe NAME: kinds, margins, lengths, examples."""
     if name is None:
-        for one in await store.datasets():
-            state = one.digest or "unfinished"
-            click.echo(f"{one.name} version {one.version}: {one.items} items, {state}")
+        for dataset in await store.datasets():
+            state = dataset.digest or "unfinished"
+            click.echo(f"{dataset.name} version {dataset.version}: {dataset.items} items, {state}")
         return
-    found, items = await _items(store, name)
-    click.echo(f"{name} version {found.version}, digest {found.digest}")
-    made = (f"{key} {value}" for key, value in found.spec.items() if value not in (None, "", 0))
-    click.echo(f"made with {', '.join(made)}")
+    dataset, items = await _items(store, name)
+    click.echo(f"{name} version {dataset.version}, digest {dataset.digest}")
+    spec = (f"{key} {value}" for key, value in dataset.spec.items() if value not in (None, "", 0))
+    click.echo(f"made with {', '.join(spec)}")
     for (kind, split), n in sorted(Counter((i.kind, i.split) for i in items).items()):
         click.echo(f"{n:8} {kind} ({split})")
     margins = [item.margin for item in items if item.margin is not None]
@@ -191,14 +193,14 @@ async def export_command(store: Store, name: str, path: Path) -> None:
     click.echo(f"{len(items)} items in {path}")
 
 
-async def _freeze(store: Store, made: Dataset) -> None:
+async def _freeze(store: Store, dataset: Dataset) -> None:
     """Copy the calls of all items."""
-    items = await store.items(made.name, made.version)
+    items = await store.items(dataset.name, dataset.version)
     for first in range(0, len(items), ITEMS_PER_READ):
         digests = [side for item in items[first : first + ITEMS_PER_READ] for side in item.sides]
         sides = await store.sides(digests)
         copies = [Side(digest=digest, own=calls) for digest, calls in sides.items() if calls]
-        await store.add_items(made.name, made.version, [], copies)
+        await store.add_items(dataset.name, dataset.version, [], copies)
 
 
 async def _draft(store: Store, name: str, test: float, conflicts: Any, spec: Any) -> Draft:
@@ -206,17 +208,19 @@ async def _draft(store: Store, name: str, test: float, conflicts: Any, spec: Any
     return Draft(store, name, await store.draft_dataset(name, spec), test, conflicts)
 
 
-async def _commit(made: Draft) -> Dataset:
+async def _commit(draft: Draft) -> Dataset:
     """Commit and return a version; print its size and the numbers of omitted items."""
-    if not made.items:
-        counted = ", ".join(f"{n} {what}" for what, n in made.counts.items() if n)
-        raise ConfigError(f"{made.name}: found nothing to learn from ({counted or 'no rows'})")
-    found = await made.commit()
-    click.echo(f"{found.name} version {found.version}: {found.items} items, digest {found.digest}")
-    for what, n in made.counts.most_common():
+    if not draft.items:
+        counted = ", ".join(f"{n} {reason}" for reason, n in draft.counts.items() if n)
+        raise ConfigError(f"{draft.name}: found nothing to learn from ({counted or 'no rows'})")
+    dataset = await draft.commit()
+    click.echo(
+        f"{dataset.name} version {dataset.version}: {dataset.items} items, digest {dataset.digest}"
+    )
+    for reason, n in draft.counts.most_common():
         if n:
-            click.echo(f"{n:8} {what}")
-    return found
+            click.echo(f"{n:8} {reason}")
+    return dataset
 
 
 async def _items(store: Store, name: str) -> tuple[Dataset, list[Item]]:
@@ -250,7 +254,7 @@ UNPLAYED |= {"steps", "algorithm", "critic", "reference", "teacher"}
 @click.option(
     "--tasks", default="train", show_default=True, help="train, heldout, or another task file."
 )
-@click.option("--count", type=click.IntRange(1), help="Most tasks; default: all.")
+@click.option("--count", type=click.IntRange(1), help="At most this many tasks; default: all.")
 @click.option("--samples", type=click.IntRange(1), default=1, help="Rollouts per task.")
 @click.option("--least", default=1.0, show_default=True, help="Smallest reward to keep.")
 @click.option(
@@ -283,12 +287,12 @@ def demonstrate(
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {out}: [warmup] reads .jsonl; name such a file")
     config = trainer.hide_secrets(load(run_file, overrides))
-    who = Demonstrator(url, model, key_env, script)
-    own = run_of(config, who, tasks, count or 0, samples)
+    demonstrator = Demonstrator(url, model, key_env, script)
+    run = run_of(config, demonstrator, tasks, count or 0, samples)
     if fresh:
-        trainer.clear(own)
-    found = run_blocking(play_and_keep(own, who, least))
-    write_rows(found, out)
+        trainer.clear(run)
+    conversations = run_blocking(play_and_keep(run, demonstrator, least))
+    write_rows(conversations, out)
     click.echo(f"{out}: imitate them with [warmup] data = {str(out.resolve())!r}")
 
 
@@ -304,14 +308,14 @@ def run_of(
     if not config.plays_rollouts:
         raise ConfigError("this run learns from a data set and plays no rollouts of an agent")
     if NAME in config.upstreams:
-        raise ConfigError(f"[upstreams.{NAME}] has the name of what answers here; rename it")
+        raise ConfigError(f"[upstreams.{NAME}] has the name of the demonstrator; rename it")
     file = getattr(config.tasks, tasks) if tasks in ("train", "heldout") else tasks
     if not file:
         raise ConfigError(f"tasks.{tasks} is missing: name a .jsonl file or file.py:name")
-    own = config.without_warmup().for_evaluation()
-    roles = {role: who for role, who in config.roles.items() if who in config.upstreams}
-    own = replace(
-        own,
+    run = config.without_warmup().for_evaluation()
+    roles = {role: player for role, player in config.roles.items() if player in config.upstreams}
+    run = replace(
+        run,
         policy=PolicyConfig(unsupported_roles=config.policy.unsupported_roles),
         policies={},
         team=TeamConfig(),
@@ -319,16 +323,16 @@ def run_of(
         tasks=replace(config.tasks, heldout=file),
         eval=EvalConfig(tasks=count, samples=samples),
     )
-    played = load_tasks(
+    task_list = load_tasks(
         file, Path(config.root), key=f"tasks.{tasks}", columns=config.tasks.columns
     )[: count or None]
-    settings = {k: v for k, v in msgspec.to_builtins(own).items() if k not in UNPLAYED}
+    settings = {k: v for k, v in msgspec.to_builtins(run).items() if k not in UNPLAYED}
     root = Path(config.root)
     files = [content_digest(name, root) for name in (config.agent.path, config.verifier.path)]
-    about = [demonstrator.identity(root), files, played, settings]
-    digest = sha256(msgspec.json.encode(about, order="sorted")).hexdigest()[:8]
-    own = evaluation_run(own, f"{config.name}-demonstrations-{digest}", None)
-    return replace(own, store=own.store if trainer.has_own_store(config) else config.store)
+    identity = [demonstrator.identity(root), files, task_list, settings]
+    digest = sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()[:8]
+    run = evaluation_run(run, f"{config.name}-demonstrations-{digest}", None)
+    return replace(run, store=run.store if trainer.has_own_store(config) else config.store)
 
 
 async def play_and_keep(

@@ -22,34 +22,34 @@ def env() -> None:
     """Environments that people already have."""
 
 
-def named_environment(given: tuple[str, ...]) -> Any:
+def named_environment(words: tuple[str, ...]) -> Any:
     """The environment of PLUGIN:WHAT with KEY=VALUE options, or of a run file."""
     from agentrl.core.config import load
-    from agentrl.core.config.derived import Named
+    from agentrl.core.config.derived import EnvironmentName
     from agentrl.core.config.run_file import apply_override
     from agentrl.environments.hosted import named_in
 
-    name, *overrides = given
+    name, *overrides = words
     if name.endswith(".toml"):
-        named = named_in(load(Path(name), overrides))
-        if named is None:
+        environment = named_in(load(Path(name), overrides))
+        if environment is None:
             raise ConfigError(f'{name} has no environment: write environment = "PLUGIN:WHAT"')
-        return named
+        return environment
     options: dict[str, Any] = {}
     for override in overrides:
         apply_override(options, override)
-    return Named.read(name, options, Path.cwd())
+    return EnvironmentName.read(name, options, Path.cwd())
 
 
 def _print_plugins() -> None:
-    from agentrl.core.config.derived import Named
+    from agentrl.core.config.derived import EnvironmentName
     from agentrl.core.plugins import plugin_points
     from agentrl.environments.hosted import load_class
 
     for name in sorted(plugin_points("environments").names):
-        one = Named.read(f"{name}:", {})
+        named = EnvironmentName.read(f"{name}:", {})
         try:
-            class_ = load_class(one)
+            class_ = load_class(named)
         except AgentRLError as error:
             click.echo(f"{name:<15} cannot be imported: {error}")
             continue
@@ -57,14 +57,16 @@ def _print_plugins() -> None:
         first = " ".join(text.split()).partition(". ")[0].rstrip(".")
         click.echo(f"{name:<15} {first}")
         needs = ", ".join(class_.requires) or "nothing"
-        click.echo(f"{'':<15} needs {needs}" + f"; installed in {one.folder}" * bool(one.python))
+        click.echo(
+            f"{'':<15} needs {needs}" + f"; installed in {named.folder}" * bool(named.python)
+        )
 
 
 @env.command("show")
-@click.argument("given", nargs=-1, metavar="[PLUGIN:WHAT [KEY=VALUE]...]")
+@click.argument("words", nargs=-1, metavar="[PLUGIN:WHAT [KEY=VALUE]...]")
 @click.option("--task", "id", help="Id of the task to play; default: the first.")
 @click.option("--play/--no-play", default=None, help="Default: play if this is a terminal.")
-def show(given: tuple[str, ...], id: str | None, play: bool | None) -> None:
+def show(words: tuple[str, ...], id: str | None, play: bool | None) -> None:
     """Print tasks of an environment, and play one of them by hand: you are the model. Without an
     environment: print the plug-ins, what they are for, and what they install.
 
@@ -72,22 +74,22 @@ def show(given: tuple[str, ...], id: str | None, play: bool | None) -> None:
     calls a tool."""
     from agentrl.environments.packages import play_by_hand, print_tasks
 
-    if not given:
+    if not words:
         _print_plugins()
         return
-    named = named_environment(given)
-    task = print_tasks(named, id)
+    environment = named_environment(words)
+    task = print_tasks(environment, id)
     if sys.stdin.isatty() if play is None else play:
-        asyncio.run(play_by_hand(named, task))
+        asyncio.run(play_by_hand(environment, task))
 
 
-def check_environment(given: tuple[str, ...], count: int, *, as_json: bool) -> NoReturn:
+def check_environment(words: tuple[str, ...], count: int, *, as_json: bool) -> NoReturn:
     """Print what `agentrl doctor` finds in an environment; exit with 1 if a check failed."""
     from agentrl.environments.packages import examine
 
-    named = named_environment(given)
+    environment = named_environment(words)
     say: Callable[[str], None] = click.echo if not as_json else lambda _: None
-    report = asyncio.run(examine(named, count, say))
+    report = asyncio.run(examine(environment, count, say))
     if as_json:
         click.echo(msgspec.json.encode(report))
     sys.exit(not report.ok)
@@ -96,13 +98,13 @@ def check_environment(given: tuple[str, ...], count: int, *, as_json: bool) -> N
 @env.command("install")
 @click.argument("plugin")
 @click.option("--into", type=click.Path(path_type=Path), help="Folder; default: .venv-PLUGIN here.")
-@click.option("--python", help="Interpreter that makes it; default: the one of this command.")
+@click.option("--python", help="Interpreter that creates it; default: the one of this command.")
 def install(plugin: str, into: Path | None, python: str | None) -> None:
     """Create a virtual environment for PLUGIN, with its requirements and agentrl without extras. A
     run file in the same folder uses it automatically. Run the command again to repair it."""
-    from agentrl.environments.packages import install as made
+    from agentrl.environments.packages import install as install_plugin
 
-    folder = made(plugin, into, python or sys.executable, click.echo)
+    folder = install_plugin(plugin, into, python or sys.executable, click.echo)
     check = f"agentrl doctor --environment {plugin}:WHAT"
     click.echo(f"Done. Next: {check}, which uses {folder}/bin/python")
 
@@ -138,12 +140,13 @@ def _check(name: str) -> None:
     click.echo(f"needs  variables {', '.join(sorted(preset.env)) or 'of every agent'}")
     for file in preset.files:
         click.echo(f"       file ~/{file}")
-    for one in report.seen:
+    for call in report.seen:
         click.echo(
-            f"calls  {one.at - report.begun:6.2f} s  {one.role or '-':<9} {one.path}  {one.status}"
-            f"  {one.size} bytes  {one.tools} tools{'  stream' * bool(one.body.get('stream'))}"
+            f"calls  {call.at - report.begun:6.2f} s  {call.role or '-':<9} {call.path}"
+            f"  {call.status}  {call.size} bytes  {call.tools} tools"
+            f"{'  stream' * bool(call.body.get('stream'))}"
         )
-    click.echo(f"sends  {', '.join(sorted({key for one in report.seen for key in one.body}))}")
+    click.echo(f"sends  {', '.join(sorted({key for call in report.seen for key in call.body}))}")
     roles = ", ".join(f"{count} of {role}" for role, count in report.roles.items())
     click.echo(
         f"found  {report.exact} of {report.served} calls recorded exactly: {roles or 'none'}"

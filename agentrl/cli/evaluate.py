@@ -44,8 +44,12 @@ from agentrl.core.config import load, resolve
     help="Play CHECKPOINTs of self-play against each other; by default all on disk and the "
     "snapshots of the pool. Prints returns with seats swapped, and Elo ratings.",
 )
-@click.option("--every", type=click.IntRange(1), help="With --crossplay: those every N steps.")
-@click.option("--games", type=click.IntRange(1), help="With --crossplay: per pair; default: 20.")
+@click.option(
+    "--every", type=click.IntRange(1), help="With --crossplay: checkpoints every N steps."
+)
+@click.option(
+    "--games", type=click.IntRange(1), help="With --crossplay: games per pair; default: 20."
+)
 @click.option(
     "--ablate",
     multiple=True,
@@ -93,7 +97,7 @@ def evaluate(
     checkpoints = [Path(argument) for argument in rest if "=" not in argument]
     run_file = checkpoints.pop(0) if checkpoints else None
     if environment and run_file:
-        raise click.UsageError(f"--environment stands for a run file: remove {run_file}")
+        raise click.UsageError(f"--environment replaces a run file: remove {run_file}")
     if run_file is None and not environment:
         raise click.UsageError("give RUN_FILE, or --environment PLUGIN:WHAT --model URL")
     if not environment and (model or model_name or key_env):
@@ -113,18 +117,18 @@ def evaluate(
         config = load(run_file, overrides)
     level = level_of(quiet=quiet, verbose=verbose)
     checkpoint = checkpoints[0] if checkpoints else None
-    more: Any = {"fresh": fresh, "level": level}
+    options: Any = {"fresh": fresh, "level": level}
     if crossplay:
         from agentrl.crossplay import crossplay as play_all
         from agentrl.crossplay import matrix_json, matrix_table
 
-        found = play_all(config, checkpoints, every=every or 0, games=games or 20, **more)
-        print_result(matrix_json(found) if as_json else matrix_table(found))
+        matrix = play_all(config, checkpoints, every=every or 0, games=games or 20, **options)
+        print_result(matrix_json(matrix) if as_json else matrix_table(matrix))
     elif ablate:
         from agentrl.crossplay import ablate as play_without
         from agentrl.crossplay import ablation_json, ablation_table
 
-        rows = play_without(config, () if "all" in ablate else ablate, checkpoint, **more)
+        rows = play_without(config, () if "all" in ablate else ablate, checkpoint, **options)
         print_result(ablation_json(rows) if as_json else ablation_table(rows))
     else:
         evaluation.evaluate(config, checkpoint, tasks, level=level)

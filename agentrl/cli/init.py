@@ -36,8 +36,8 @@ LANGCHAIN = ("langchain", "langchain_openai")
 FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 
 
-def _print_schema(context: click.Context, option: click.Parameter, given: bool) -> None:
-    if given:
+def _print_schema(context: click.Context, option: click.Parameter, requested: bool) -> None:
+    if requested:
         click.echo(msgspec.json.format(msgspec.json.encode(run_file_schema())).decode())
         context.exit()
 
@@ -85,20 +85,22 @@ def init(folder: Path, model: str | None, traces: str | None, where: tuple[str, 
         measured = pretrained.settings(model)
         measured["model"] = json.dumps(measured["model"], ensure_ascii=False)  # as in the TOML file
         text = Template(text).substitute(measured)
-    plain = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
+    missing = [] if model else [name for name in LANGCHAIN if find_spec(name) is None]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in files[1:]:
-            own = STARTER / "openai" / name
-            shutil.copyfile(own if plain and own.exists() else source / name, folder / name)
+            variant = STARTER / "openai" / name
+            shutil.copyfile(
+                variant if missing and variant.exists() else source / name, folder / name
+            )
         (folder / SETTINGS).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
-    without = f" ({plain[0]} is not installed: the agent does without)" if plain else ""
-    click.echo(f"Wrote {', '.join(files)}{without}. Next: agentrl train {folder / SETTINGS}")
+    note = f" ({missing[0]} is not installed: the agent does not use it)" if missing else ""
+    click.echo(f"Wrote {', '.join(files)}{note}. Next: agentrl train {folder / SETTINGS}")
 
 
-def _from_traces(folder: Path, model: str | None, store: str, given: tuple[str, ...]) -> None:
+def _from_traces(folder: Path, model: str | None, store: str, conditions: tuple[str, ...]) -> None:
     """Write the run of recorded traces."""
     from agentrl.models import pretrained
     from agentrl.recorded.project import write_project
@@ -109,32 +111,32 @@ def _from_traces(folder: Path, model: str | None, store: str, given: tuple[str, 
 
     async def read() -> tuple[Where, Training]:
         async with open_store(store, readonly=True) as opened:
-            where = Where.read(given) if given else await usual_where(opened)
+            where = Where.read(conditions) if conditions else await usual_where(opened)
             return where, await training_of(opened, where)
 
-    where, made = run_blocking(read())
-    files = write_project(folder, made, where, model, pretrained.settings)
-    for reason, count in made.left_out.most_common():
+    where, training = run_blocking(read())
+    files = write_project(folder, training, where, model, pretrained.settings)
+    for reason, count in training.left_out.most_common():
         click.echo(f"left out: {count} {reason}")
-    roles = ", ".join(made.roles)
+    roles = ", ".join(training.roles)
     click.echo(
-        f"Wrote {', '.join(files)}: {len(made.demonstrations)} demonstrations of {roles} where"
-        f" {where}, {len(made.tasks)} tasks, {len(made.heldout)} held out. Put your agent into"
-        f" {folder / 'agent.py'} and your judgement into {folder / 'verifier.py'}. Next: agentrl"
-        f" train {folder / SETTINGS}"
+        f"Wrote {', '.join(files)}: {len(training.demonstrations)} demonstrations of {roles} where"
+        f" {where}, {len(training.tasks)} tasks, {len(training.heldout)} held out. Put your agent"
+        f" into {folder / 'agent.py'} and your judgement into {folder / 'verifier.py'}. Next:"
+        f" agentrl train {folder / SETTINGS}"
     )
 
 
 def run_file_schema() -> dict[str, Any]:
     """The JSON Schema of the run file. A table with several kinds may omit its tag, for the default
     kind, or have the tag of a kind from outside the library."""
-    made, config = msgspec.json.schema(RunConfig), RunConfig()
+    schema, config = msgspec.json.schema(RunConfig), RunConfig()
     tables = (table for table in astuple(config) if isinstance(table, Section))
-    known = sections()
-    named = (_tables_of(field) for field in msgspec.structs.fields(RunConfig))
-    defaults = {*map(type, tables), *(kinds[0] for kinds in named if len(kinds) > 1)}
-    for name, table in made["$defs"].items():
-        section = known[name]
+    structs = sections()
+    kinds_by_field = (_tables_of(field) for field in msgspec.structs.fields(RunConfig))
+    defaults = {*map(type, tables), *(kinds[0] for kinds in kinds_by_field if len(kinds) > 1)}
+    for name, table in schema["$defs"].items():
+        section = structs[name]
         field = section.__struct_config__.tag_field
         if section.__struct_config__.tag == EXTERNAL:
             table["properties"] |= {field: {"type": "string"}}
@@ -142,21 +144,21 @@ def run_file_schema() -> dict[str, Any]:
             table["required"].remove("factory")
         elif field and section in defaults:
             table["required"].remove(field)
-        for key in table["properties"].keys() & (said := comments(section)).keys():
-            table["properties"][key].setdefault("description", said[key])
+        for key in table["properties"].keys() & (descriptions := comments(section)).keys():
+            table["properties"][key].setdefault("description", descriptions[key])
         if table.get("required") == []:
             del table["required"]
-    properties = made["$defs"]["RunConfig"]["properties"]
+    properties = schema["$defs"]["RunConfig"]["properties"]
     # agentrl sets these two
-    del properties["file"], made["$defs"]["LiveConfig"]["properties"]["running"]
+    del properties["file"], schema["$defs"]["LiveConfig"]["properties"]["running"]
     properties["roles"]["properties"] = {"match": properties.pop("role_rules")}
-    for table in made["$defs"].values():
-        inner = [one.get("additionalProperties") for one in table["properties"].values()]
-        for one in [*table["properties"].values(), *(one for one in inner if one)]:
-            if isinstance(one, dict):
+    for table in schema["$defs"].values():
+        inner = [setting.get("additionalProperties") for setting in table["properties"].values()]
+        for setting in [*table["properties"].values(), *(setting for setting in inner if setting)]:
+            if isinstance(setting, dict):
                 # OpenAPI's keyword; it cannot describe kinds of plug-ins.
-                one.pop("discriminator", None)
-    return made
+                setting.pop("discriminator", None)
+    return schema
 
 
 def sections() -> dict[str, type[msgspec.Struct]]:
@@ -165,16 +167,16 @@ def sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def _below(base: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    found = {section.__name__: section for section in base.__subclasses__()}
-    for section in list(found.values()):
-        found |= _below(section)
-    return found
+    structs = {section.__name__: section for section in base.__subclasses__()}
+    for section in list(structs.values()):
+        structs |= _below(section)
+    return structs
 
 
 def comments(section: type[msgspec.Struct]) -> dict[str, str]:
     """The description of each setting of a class and its bases: the comments above and beside its
     field, or the first sentence of the docstring if it is a table."""
-    config, found = section.__struct_config__, dict[str, str]()
+    config, descriptions = section.__struct_config__, dict[str, str]()
     for base in section.__mro__:
         if base.__module__.startswith("agentrl.") and issubclass(base, msgspec.Struct):
             above: list[str] = []
@@ -183,19 +185,21 @@ def comments(section: type[msgspec.Struct]) -> dict[str, str]:
                     above.append(text[6:])
                     continue
                 if match := FIELD.match(text):
-                    found.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
+                    descriptions.setdefault(match[1], " ".join([*above, match[2] or ""]).strip())
                 above = []
     for field in msgspec.structs.fields(section):
-        if not found.get(field.name) and (tables := _tables_of(field)):
-            found[field.name] = _summary(tables[-1].__base__ if len(tables) > 1 else tables[0])
+        if not descriptions.get(field.name) and (tables := _tables_of(field)):
+            descriptions[field.name] = _summary(
+                tables[-1].__base__ if len(tables) > 1 else tables[0]
+            )
         for meta in getattr(field.type, "__metadata__", ()):
-            found[field.name] = found.get(field.name) or meta.description or ""
-    found |= {config.tag_field: _summary(section)} if config.tag_field else {}
-    return {name: _sentence(text) for name, text in found.items()}
+            descriptions[field.name] = descriptions.get(field.name) or meta.description or ""
+    descriptions |= {config.tag_field: _summary(section)} if config.tag_field else {}
+    return {name: _sentence(text) for name, text in descriptions.items()}
 
 
 def _sentence(text: str) -> str:
-    """A description with the first letter and the point of a sentence."""
+    """A description with a capital letter and a full stop."""
     return text and text[0].upper() + text[1:] + "." * (text[-1] not in ".!?")
 
 

@@ -56,7 +56,7 @@ from agentrl.view.summaries import Score, Summary, Verdict, matrix, summary, who
 def show(rollout: str, store: str | None, prompt: bool, call: int, full: bool) -> None:
     """Print the trace of ROLLOUT: every message, tool call, reward and failure.
 
-    Of a long rollout a page of calls is printed, and the command for the next."""
+    A long rollout is printed in pages of calls, with the command for the next one."""
     url = store or store_with(rollout)
     asyncio.run(show_rollout(url, rollout, prompts=prompt, first=call, whole=full))
 
@@ -82,7 +82,6 @@ def why(run: str, store: str | None) -> None:
     from agentrl.algorithms.run_record import PolicyRun, read
     from agentrl.algorithms.verdict import changes_text
     from agentrl.algorithms.why import opening, reasons
-    from agentrl.store import open_store
 
     name, url = (run, store) if store else run_and_store(run)
 
@@ -91,21 +90,21 @@ def why(run: str, store: str | None) -> None:
             return await read(opened, name)
 
     records = asyncio.run(read_all())
-    about: dict[str, list[str]] = {}  # finding -> policies: equal findings are printed once
+    findings: dict[str, list[str]] = {}  # finding -> policies: equal findings are printed once
     measured: dict[str, list[str]] = {}
     for policy, record in records.items():
-        found = reasons(record)
-        lines = [opening(record, found)]
-        for number, reason in enumerate(found, start=1):
+        ranked = reasons(record)
+        lines = [opening(record, ranked)]
+        for number, reason in enumerate(ranked, start=1):
             lines.append(f"{number}. {reason.text}\n   change {reason.change}")
             if reason.example:
                 lines.append(f"   example: agentrl show {reason.example}")
-        about.setdefault("\n".join(lines), []).append(policy)
+        findings.setdefault("\n".join(lines), []).append(policy)
         tasks = f"{len(record.heldout)} held-out tasks" if record.heldout else ""
         figures = [f"{len(record.steps)} steps", tasks, changes_text(record.changes)]
         measured.setdefault("; ".join(filter(None, figures)), []).append(policy)
-    for text, policies in about.items():
-        click.echo(f"{', '.join(policies)}: {text}" if len(about) > 1 else text)
+    for text, policies in findings.items():
+        click.echo(f"{', '.join(policies)}: {text}" if len(findings) > 1 else text)
     for text, policies in measured.items():
         named = f"{', '.join(policies)}: " if len(measured) > 1 else ""
         click.echo(f"({named}{text})")
@@ -138,16 +137,16 @@ def names(rows: list[StepRow]) -> list[str]:
 
 def table(rows: list[StepRow]) -> RenderableType:
     """Every metric with its first and last value and their steps."""
-    found = Table("metric", title=f"{sum(row.committed for row in rows)} steps")
-    found.title_justify = "left"
+    result = Table("metric", title=f"{sum(row.committed for row in rows)} steps")
+    result.title_justify = "left"
     for column in ("first", "step", "last", "step"):
-        found.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     shown = numbered(rows)
     for name in names(rows):
-        known = [(row.metrics[name], row.step) for row in shown if name in row.metrics]
-        (first, began), (last, ended) = known[0], known[-1]
-        found.add_row(Text(name), f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
-    return found
+        points = [(row.metrics[name], row.step) for row in shown if name in row.metrics]
+        (first, began), (last, ended) = points[0], points[-1]
+        result.add_row(Text(name), f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
+    return result
 
 
 def as_csv(rows: list[StepRow]) -> str:
@@ -159,8 +158,8 @@ def as_csv(rows: list[StepRow]) -> str:
     writer.writerow(["step", "committed", "at", *columns])
     for row in rows:
         values = [row.metrics.get(name, math.nan) for name in columns]
-        known = ["" if math.isnan(value) else value for value in values]
-        writer.writerow([row.step, int(row.committed), row.at, *known])
+        cells = ["" if math.isnan(value) else value for value in values]
+        writer.writerow([row.step, int(row.committed), row.at, *cells])
     return out.getvalue()
 
 
@@ -256,17 +255,17 @@ def view(
             if run is None and len(names) != 1:
                 raise ConfigError(f"choose one with --run: the store has {', '.join(names)}")
             chosen = run or names[0]
-            given: Any = {"rollouts": rollouts, "redact": redact, "image_bytes": image_mb * 10**6}
-            return await export.export(opened, chosen, file, **given)
+            options: Any = {"rollouts": rollouts, "redact": redact, "image_bytes": image_mb * 10**6}
+            return await export.export(opened, chosen, file, **options)
 
     if len(stores) > 1:
         raise click.UsageError("--export writes one run: give its store, or --run alone")
-    known = [place.url for place in places(stores)]
-    if run and len(known) != 1:
-        known = [find(run)]
-    if len(known) != 1:
-        raise ConfigError(f"{len(known)} stores were found: choose a run with --run")
-    click.echo(asyncio.run(write(known[0], file)))
+    urls = [place.url for place in places(stores)]
+    if run and len(urls) != 1:
+        urls = [find(run)]
+    if len(urls) != 1:
+        raise ConfigError(f"{len(urls)} stores were found: choose a run with --run")
+    click.echo(asyncio.run(write(urls[0], file)))
 
 
 @click.command()
@@ -291,15 +290,18 @@ async def _read(url: str, run: str) -> Summary:
 def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> RenderableType:
     """Name the scores once above the table if all runs have the same ones."""
     table = Table("", *(row.run for row in rows))
-    for found in ([row.verdict for row in rows], [row.sampled for row in rows]):
-        names = list(dict.fromkeys(one.name for one in found if one.last))
+    for verdicts in ([row.verdict for row in rows], [row.sampled for row in rows]):
+        names = list(dict.fromkeys(verdict.name for verdict in verdicts if verdict.last))
         for end in ("first", "last") if names else ():
             word = {"first": "before", "last": "after"}[end]
-            own = len(names) > 1  # then each has its name with it
-            scores = [_score(one, getattr(one, end), named=own) for one in found]
-            table.add_row(word if own else f"{names[0]}, {word}", *scores)
-        if any(map(_changed, found)):
-            words = [OUTCOMES[one.outcome] if _changed(one) else "-" for one in found]
+            several = len(names) > 1  # then each has its name with it
+            scores = [_score(verdict, getattr(verdict, end), named=several) for verdict in verdicts]
+            table.add_row(word if several else f"{names[0]}, {word}", *scores)
+        if any(map(_measured_twice, verdicts)):
+            words = [
+                OUTCOMES[verdict.outcome] if _measured_twice(verdict) else "-"
+                for verdict in verdicts
+            ]
             table.add_row("change" if len(names) > 1 else f"{names[0]}, change", *words)
     table.add_row("state", *(f"{row.condition()}, {row.state.step} steps" for row in rows))
     for key, values in settings.items():
@@ -307,7 +309,7 @@ def _table(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> Rende
     return table
 
 
-def _changed(verdict: Verdict) -> bool:
+def _measured_twice(verdict: Verdict) -> bool:
     """Whether it was measured twice."""
     return bool(verdict.first and verdict.last and verdict.first.step != verdict.last.step)
 
@@ -315,18 +317,18 @@ def _changed(verdict: Verdict) -> bool:
 def _score(verdict: Verdict, score: Score | None, *, named: bool) -> str:
     if score is None:
         return "-"
-    what = f"{verdict.name} " if named else ""
+    prefix = f"{verdict.name} " if named else ""
     value, *ends = (
         score_text(x, verdict.percent, ".3g")
         for x in (score.value, score.low, score.high)
         if x is not None
     )
     interval = f" ({' to '.join(ends)})" if ends else ""
-    return f"{what}{value}{interval}{missing_text(score.missing)}"
+    return f"{prefix}{value}{interval}{missing_text(score.missing)}"
 
 
 def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
-    found = [
+    records = [
         {
             "run": row.run,
             "metric": row.verdict.metric,
@@ -341,7 +343,7 @@ def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
         }
         for at, row in enumerate(rows)
     ]
-    return "".join(msgspec.json.encode(one).decode() + "\n" for one in found)
+    return "".join(msgspec.json.encode(record).decode() + "\n" for record in records)
 
 
 @click.command()
@@ -353,7 +355,7 @@ def _lines(rows: Sequence[Summary], settings: Mapping[str, list[Json]]) -> str:
 )  # fmt: skip
 @click.option(
     "--tasks", type=click.IntRange(1),
-    help="With --environment: those whose ground truth is scored; default: 3.",
+    help="With --environment: number of those whose ground truth is scored; default: 3.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(
@@ -413,12 +415,12 @@ def _examine_policy(config: RunConfig, folder: str) -> Iterator[Finding]:
         sizes = list(
             run_check(policy.memory, config, policy_directory(policy_view(config, name))[0])
         )
-        said = f"memory of {name}" if len(names) > 1 else "memory"
-        yield from (one._replace(name=said) for one in sizes)
+        title = f"memory of {name}" if len(names) > 1 else "memory"
+        yield from (finding._replace(name=title) for finding in sizes)
         if sizes[0].status == "fail":
             return
-    own = replace(config.policy, model=config.model_path())
-    config = replace(config, policy=own, output=f"{folder}/run")
+    policy_settings = replace(config.policy, model=config.model_path())
+    config = replace(config, policy=policy_settings, output=f"{folder}/run")
     task = next(iter(tasks_of(config, "train") or tasks_of(config, "heldout")), {})
     with waiting("the model to be loaded"):
         models = load_policies(config)

@@ -61,8 +61,8 @@ class RunsByDefault(CommandGroup):
         return super().resolve_command(ctx, self._named(ctx, args))
 
     def _named(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = not args or args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
-        return args if known else ["start", *args]
+        complete = not args or args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
+        return args if complete else ["start", *args]
 
 
 @click.group(cls=RunsByDefault, path="live")
@@ -92,18 +92,18 @@ def start(
     from agentrl.live.supervisor import run_live
 
     config = load(run_file, [*overrides, "live.running=true"])
-    refuse_groups(config.algorithm.preset)
+    check_preset(config.algorithm.preset)
     level = level_of(quiet=quiet, verbose=verbose)
     run_live(config, only, take_over=take_over, level=level)
 
 
-def refuse_groups(preset: str) -> None:
-    """Raise ConfigError for the default preset, before anything is served."""
+def check_preset(preset: str) -> None:
+    """Raise ConfigError for the default preset, which needs groups, before anything is served."""
     if preset.partition("+")[0] == "auto":
         raise ConfigError(
-            f"algorithm.preset = {preset!r} compares rollouts of a task, and a session has no "
-            "second one; set it to 'reinforce+ema+tis', which learns from outcomes, or to another "
-            "that needs no groups and corrects for older versions"
+            f"algorithm.preset = {preset!r} compares rollouts of a task, and every session is "
+            "the only one of its task; set it to 'reinforce+ema+tis', which learns from outcomes, "
+            "or to another that needs no groups and corrects for older versions"
         )
 
 
@@ -119,8 +119,8 @@ run_file = click.argument("run_file", type=click.Path(path_type=Path))
 def status(run_file: Path, as_json: bool) -> None:
     """Print the versions of the live run of RUN_FILE, how they compare, and what was decided."""
     config = load(run_file)
-    known = _with_run(config, lambda store: live_state(store, config.name))
-    print_result(msgspec.json.encode(known).decode() if as_json else shown(known))
+    state = _with_run(config, lambda store: live_state(store, config.name))
+    print_result(msgspec.json.encode(state).decode() if as_json else status_of(state))
 
 
 @click.command()
@@ -129,7 +129,7 @@ def status(run_file: Path, as_json: bool) -> None:
 def promote(run_file: Path, version: int | None) -> None:
     """Let the candidate serve all sessions from now on, whatever the comparison shows so far. With
     VERSION: only if VERSION is the candidate."""
-    _decide(run_file, lambda known: by_hand(known, "promoted", version))
+    _decide(run_file, lambda state: by_hand(state, "promoted", version))
 
 
 @click.command()
@@ -138,7 +138,7 @@ def promote(run_file: Path, version: int | None) -> None:
 def rollback(run_file: Path, version: int | None) -> None:
     """Serve the version before the last promotion again. With VERSION: only if VERSION is that
     version."""
-    _decide(run_file, lambda known: by_hand(known, "rolled back", version))
+    _decide(run_file, lambda state: by_hand(state, "rolled back", version))
 
 
 @click.command()
@@ -154,73 +154,75 @@ def offer(run_file: Path, folder: Path) -> None:
     wish = Wish(path=str(folder), asked=time.time())
     _with_run(config, lambda store: put_wish(store, config.name, wish))
     click.echo(
-        "offered: it is the candidate once the run's training half has copied and loaded it, and "
-        "what was offered before it is decided about"
+        "offered: it becomes the candidate once the run's training half has copied and loaded it, "
+        "and earlier offers are decided"
     )
 
 
-def by_hand(known: LiveState, kind: EventKind, version: int | None) -> Event:
+def by_hand(state: LiveState, kind: EventKind, version: int | None) -> Event:
     """The event of a user's decision. Raises ConfigError if it is impossible."""
-    lanes = known.lanes
+    lanes = state.lanes
     if lanes is None:
         raise ConfigError("no version is served yet: start the run with `agentrl live RUN_FILE`")
     goal = lanes.candidate if kind == "promoted" else lanes.previous
     if goal is None or version not in (None, goal):
-        raise ConfigError(_impossible(known, lanes, kind, version))
-    since = lanes.promoted() if kind == "promoted" else lanes.returned()
-    about = goal if kind == "promoted" else lanes.serving
-    return Event(time=time.time(), kind=kind, version=about, lanes=since, why="decided by hand")
+        raise ConfigError(_impossible(state, lanes, kind, version))
+    after = lanes.promoted() if kind == "promoted" else lanes.returned()
+    subject = goal if kind == "promoted" else lanes.serving
+    return Event(time=time.time(), kind=kind, version=subject, lanes=after, why="decided by hand")
 
 
-def shown(known: LiveState) -> RenderableType:
-    """For a terminal."""
-    if known.lanes is None:
+def status_of(state: LiveState) -> RenderableType:
+    """The versions and decisions of a run, for a terminal."""
+    if state.lanes is None:
         return "No version is served yet."
-    said = [Text("what was decided", style="bold")]
-    for event in known.events[-EVENTS:]:
+    lines = [Text("what was decided", style="bold")]
+    for event in state.events[-EVENTS:]:
         at = time.strftime("%d %b %H:%M:%S", time.localtime(event.time))
-        said.append(Text(f"{at}  version {event.version} {event.kind}: {event.why}"))
-    for version, wish in unmet(known):
-        said.append(Text(f"version {version} is offered and not loaded yet: {wish.path}"))
-    return Group(_lanes(known, known.lanes), *said)
+        lines.append(Text(f"{at}  version {event.version} {event.kind}: {event.why}"))
+    for version, wish in unmet(state):
+        lines.append(Text(f"version {version} is offered and not loaded yet: {wish.path}"))
+    return Group(_lanes(state, state.lanes), *lines)
 
 
-def _lanes(known: LiveState, lanes: Lanes) -> Table:
+def _lanes(state: LiveState, lanes: Lanes) -> Table:
     table = Table("version", "lane", "traffic", "outcome", "sessions", "points more", "held-out")
-    found = known.compared.get(lanes.candidate or -1)
-    alone = 1.0 if lanes.candidate is None else 1 - lanes.share
-    table.add_row(str(lanes.serving), "serving", f"{alone:.0%}", *_figures(found, 1))
+    comparison = state.compared.get(lanes.candidate or -1)
+    serving_share = 1.0 if lanes.candidate is None else 1 - lanes.share
+    table.add_row(str(lanes.serving), "serving", f"{serving_share:.0%}", *_figures(comparison, 1))
     if lanes.candidate is not None:
-        table.add_row(str(lanes.candidate), "candidate", f"{lanes.share:.0%}", *_figures(found, 0))
+        table.add_row(
+            str(lanes.candidate), "candidate", f"{lanes.share:.0%}", *_figures(comparison, 0)
+        )
     if lanes.previous is not None:
         table.add_row(str(lanes.previous), "before", "its sessions", "", "", "", "")
     return table
 
 
-def _figures(found: Compared | None, side: int) -> tuple[str, str, str, str]:
-    if found is None:
+def _figures(comparison: Compared | None, side: int) -> tuple[str, str, str, str]:
+    if comparison is None:
         return "", "", "", ""
-    mean, score = found.means[side], found.held_out[side]
-    between = f"{100 * found.low:+.0f} to {100 * found.high:+.0f}" if side == 0 else ""
+    mean, score = comparison.means[side], comparison.held_out[side]
+    difference = f"{100 * comparison.low:+.0f} to {100 * comparison.high:+.0f}" if side == 0 else ""
     return (
         "" if mean is None else f"{mean:.1%}",
-        str(found.sessions[side]),
-        between,
-        "" if score is None else f"{score:.1%}{missing_text(found.missing[side])}",
+        str(comparison.sessions[side]),
+        difference,
+        "" if score is None else f"{score:.1%}{missing_text(comparison.missing[side])}",
     )
 
 
-def _impossible(known: LiveState, lanes: Lanes, kind: str, version: int | None) -> str:
-    asked = f"version {version}" if version is not None else "there"
+def _impossible(state: LiveState, lanes: Lanes, kind: str, version: int | None) -> str:
+    requested = f"version {version}" if version is not None else "there"
     if kind == "promoted":
-        now = "there is no candidate" if lanes.candidate is None else f"it is {lanes.candidate}"
-        said = f"{asked} is no candidate" if version is not None else now
+        actual = "there is no candidate" if lanes.candidate is None else f"it is {lanes.candidate}"
+        problem = f"{requested} is no candidate" if version is not None else actual
     else:
-        now = "none did" if lanes.previous is None else f"{lanes.previous} did"
-        said = f"only the version that served before can be rolled back to, and {now}"
-    folders = ", ".join(f"{one.version}: {one.path}" for one in known.versions.values())
-    again = "any version can be offered again by `agentrl live offer RUN_FILE FOLDER`"
-    return f"{said}; {again} ({folders})"
+        actual = "none did" if lanes.previous is None else f"{lanes.previous} did"
+        problem = f"only the version that served before can be rolled back to, and {actual}"
+    folders = ", ".join(f"{past.version}: {past.path}" for past in state.versions.values())
+    remedy = "any version can be offered again by `agentrl live offer RUN_FILE FOLDER`"
+    return f"{problem}; {remedy} ({folders})"
 
 
 def _decide(path: Path, event_of: Callable[[LiveState], Event]) -> None:
@@ -233,9 +235,9 @@ def _decide(path: Path, event_of: Callable[[LiveState], Event]) -> None:
         return await once(store)
 
     async def once(store: Store) -> Event:
-        known = await live_state(store, config.name)
-        event = event_of(known)
-        await decide(store, config.name, known, event)
+        state = await live_state(store, config.name)
+        event = event_of(state)
+        await decide(store, config.name, state, event)
         return event
 
     event = _with_run(config, carry_out)
@@ -252,7 +254,7 @@ overrides = click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each user.")
 @click.option(
     "--export", is_flag=True,
-    help="All that is known of --user: a JSON line for each session, and one of data sets.",
+    help="All that is stored of --user: a JSON line for each session, and one of data sets.",
 )  # fmt: skip
 @click.option(
     "--forget", is_flag=True,
@@ -335,7 +337,7 @@ def _rows(
             "mean_vote": ledger.users[name].mean("vote").value,
             "mean_outcome": ledger.users[name].mean("outcome").value,
             "held": {reason: n for reason, n in why.items() if reason},
-            "outlier": [found[name] for found in outliers if name in found],
+            "outlier": [outlier[name] for outlier in outliers if name in outlier],
         }
         for name, why in users
         if only in (None, name)
@@ -351,7 +353,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     table.columns[0].no_wrap = True
     for row in rows:
         why = [f"{n} not counted: {why}" for why, n in row["held"].items()]
-        why += [f"outlier: {found}" for found in row["outlier"]]
+        why += [f"outlier: {outlier}" for outlier in row["outlier"]]
         numbers = [str(row[name]) for name in ("sessions", "counted", "today", "votes")]
         means = ["" if isnan(x) else f"{x:.2f}" for x in (row["mean_vote"], row["mean_outcome"])]
         table.add_row(row["user"], *numbers, *means, "; ".join(why))
@@ -370,7 +372,8 @@ def _with_run(config: RunConfig, act: Callable[[Store], Coroutine[Any, Any, T]])
     return asyncio.run(opened())
 
 
-READ = {"name", "root", "output", "store", "runner", "upstreams", "roles", "role_rules", "sessions"}
+USED_TABLES = {"name", "root", "output", "store", "runner"}
+USED_TABLES |= {"upstreams", "roles", "role_rules", "sessions"}
 
 
 @click.group()
@@ -403,11 +406,11 @@ def serve(run_file: Path, overrides: tuple[str, ...]) -> None:
 def check(config: RunConfig) -> None:
     """Raises ConfigError for settings without effect, for missing or ambiguous upstreams, and for a
     public address without a key."""
-    plain, host = RunConfig(), config.runner.host
-    unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(plain, t)]
-    if left := [f"[{table}]" for table in unread if table not in READ]:
-        raise ConfigError(f"{left[0]} has no effect on `agentrl gateway serve`; remove it")
-    if replace(config.runner, host=plain.runner.host, port=0) != plain.runner:
+    defaults, host = RunConfig(), config.runner.host
+    unread = [t for t in RunConfig.__struct_fields__ if getattr(config, t) != getattr(defaults, t)]
+    if ignored := [f"[{table}]" for table in unread if table not in USED_TABLES]:
+        raise ConfigError(f"{ignored[0]} has no effect on `agentrl gateway serve`; remove it")
+    if replace(config.runner, host=defaults.runner.host, port=0) != defaults.runner:
         raise ConfigError("[runner]: `agentrl gateway serve` reads only host and port")
     if not config.upstreams or (len(config.upstreams) > 1 and not config.roles):
         raise ConfigError("set [upstreams.NAME], which answers; with several, set [roles] too")

@@ -89,8 +89,8 @@ def train(
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
     level = level_of(quiet=quiet, verbose=verbose)
-    named = {"seed": seed, "steps": steps}
-    extra = [f"{key}={value}" for key, value in named.items() if value is not None]
+    settings = {"seed": seed, "steps": steps}
+    extra = [f"{key}={value}" for key, value in settings.items() if value is not None]
     if fresh and start:
         raise click.UsageError("--fresh deletes every checkpoint: remove it or --from")
     if fresh and take_over:
@@ -107,10 +107,8 @@ def train(
         click.echo(f"WARNING {warning}")
     check_name(config)
     if start:
-        from agentrl.trainer import go_back
-
         trainer.check(config)
-        go_back(config, start, take_over=take_over)
+        trainer.go_back(config, start, take_over=take_over)
     trainer.run_training(config, fresh=fresh, take_over=take_over, level=level)
 
 
@@ -140,7 +138,7 @@ def runner() -> None:
 @log_level
 def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
     """Run rollouts until the run ends or SIGTERM, on a machine that reaches store and policy."""
-    own = PARENT not in os.environ  # otherwise the launcher decides when to stop
+    standalone = PARENT not in os.environ  # otherwise the launcher decides when to stop
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key
@@ -148,7 +146,9 @@ def start_runner(store: str, run: str, key: str | None, root: Path | None) -> No
     from agentrl.runners.main import main as run_forever
 
     sys.exit(
-        run_forever(store, run, find_environment=played_environment, root=root, until_ended=own)
+        run_forever(
+            store, run, find_environment=played_environment, root=root, until_ended=standalone
+        )
     )
 
 
@@ -188,10 +188,10 @@ def show_settings(config: RunConfig) -> None:
 
         group_requirements(config, load_algorithms(config))
         lines += forecast(config)
-    said = "".join(f"# {line}\n" for line in lines)
-    said += to_toml(replace(config, store=split_secret(config.store)[0]))
+    text = "".join(f"# {line}\n" for line in lines)
+    text += to_toml(replace(config, store=split_secret(config.store)[0]))
     if isinstance(config.learner, VerlLearnerConfig):
         from agentrl.algorithms.learners.verl.settings import describe_settings
 
-        said += describe_settings(config)
-    click.echo(said, nl=False)
+        text += describe_settings(config)
+    click.echo(text, nl=False)

@@ -51,9 +51,9 @@ def mcp(
 
     # A parent may ignore SIGINT, which runs that this server starts would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    made = mcp_server.make(Runs(Path.cwd().resolve(), store), allow_start=allow_start)
+    server = mcp_server.make(Runs(Path.cwd().resolve(), store), allow_start=allow_start)
     if not http:
-        made.run("stdio")
+        server.run("stdio")
         return
     import uvicorn
 
@@ -68,7 +68,7 @@ def mcp(
     click.echo(
         f"Serving http://{host}:{port}/mcp to clients that send Authorization: Bearer ${key_env}"
     )
-    app = mcp_server.with_key(made.streamable_http_app(host=host), access)
+    app = mcp_server.with_key(server.streamable_http_app(host=host), access)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 

@@ -121,7 +121,7 @@ class Tools:
         rewards = {"outcome": (min_reward, max_reward)} if bounded else None
         stored = state and RolloutState("succeeded" if state == "completed" else state)
         async with self._runs.opened(run) as (store, _):
-            found = await store.search(
+            rows = await store.search(
                 run, rewards=rewards, state=stored, text=text or None, images=images,
                 before=cursor or None, limit=20, budget=2.0,
             )  # fmt: skip
@@ -129,11 +129,11 @@ class Tools:
             f"{row.id}: {row.purpose}, {step_in_words(row.step, row.purpose)}, "
             f"{row.error or state_in_words(row)}, "
             + rewards_in_words(
-                [one for one in row.rewards if one.scope is not Scope.TRANSITION][:5]
+                [reward for reward in row.rewards if reward.scope is not Scope.TRANSITION][:5]
             )
-            for row in found.rows
+            for row in rows.rows
         ]
-        more = f'[more: call again with cursor="{found.cursor}"]' if found.cursor else ""
+        more = f'[more: call again with cursor="{rows.cursor}"]' if rows.cursor else ""
         return "\n".join([page("\n".join(lines) or "none found", recorded=True), more]).rstrip()
 
     async def show_rollout(self, rollout: str, cursor: str = "") -> str:
@@ -141,7 +141,7 @@ class Tools:
         # Call index, and offset in the text of the calls from there on.
         at, slash, offset = cursor.partition("/")
         if cursor and not (slash and re.fullmatch(r"\d{1,9}", at)):
-            raise Invalid(f"cursor = {cursor!r}; give the one that the page before ended with")
+            raise Invalid(f"cursor = {cursor!r}; give the one at the end of the previous page")
         first = int(at or 0)
         async with self._runs.opened(rollout.split("/")[0]) as (store, _):
             calls = await read_page(store, rollout, first, CALLS_PER_PAGE)
@@ -197,9 +197,9 @@ def _with_tool_errors(function: Tool) -> Tool:
     """Wrap a tool so that its errors reach the client as messages without secrets."""
 
     @functools.wraps(function)
-    async def call(*given: Any, **named: Any) -> str:
+    async def call(*args: Any, **kwargs: Any) -> str:
         try:
-            return await function(*given, **named)
+            return await function(*args, **kwargs)
         except (AgentRLError, ModuleNotFoundError) as error:
             raise ToolError(hidden(str(error))) from None
 
@@ -246,8 +246,8 @@ def hidden(text: str) -> str:
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, f"[{name}]")
-    for pattern, shown in SECRETS:
-        text = pattern.sub(shown, text)
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
     return text
 
 
@@ -258,7 +258,7 @@ def page(text: str, cursor: str = "", *, recorded: bool = False, prefix: str = "
     recorded: models, tools and tasks wrote it, so it is marked as data. The text cannot fake the
     end of the mark, which is random for each page."""
     if not re.fullmatch(r"\d{0,9}", cursor):
-        raise Invalid(f"cursor = {cursor!r}; give the one that the page before ended with")
+        raise Invalid(f"cursor = {cursor!r}; give the one at the end of the previous page")
     clean, start = hidden(text), int(cursor or 0)
     if start and start >= len(clean):
         raise Invalid(f"cursor = {cursor!r} is after the end of the text, which is shorter now")
@@ -280,8 +280,8 @@ def page(text: str, cursor: str = "", *, recorded: bool = False, prefix: str = "
 
 def visible(text: str) -> str:
     """The text without invisible characters, such as escape sequences of terminals."""
-    return "".join(one if one in "\n\t" or one.isprintable() else "\N{REPLACEMENT CHARACTER}"
-                   for one in text)  # fmt: skip
+    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+                   for char in text)  # fmt: skip
 
 
 SHOWN = ("eval/score", "eval/sampled", "reward/mean")  # metrics of a run in the list
@@ -314,16 +314,16 @@ class Runs:
             yield store, state
 
     async def _store_of(self, run: str) -> str:
-        names, own = list[str](), f"/{run}/store.db"
-        for url in sorted(self.stores(), key=lambda url: not url.endswith(own)):
+        names, usual = list[str](), f"/{run}/store.db"
+        for url in sorted(self.stores(), key=lambda url: not url.endswith(usual)):
             with contextlib.suppress(StoreError):  # another store, which list_runs names
                 async with open_store(url, readonly=True) as store:
-                    there = await store.runs()
-                    if run in there:
+                    stored = await store.runs()
+                    if run in stored:
                         return url
-                    names += there
-        known = ", ".join(sorted(names)[:20]) or "none"
-        raise NotFound(f"there is no run {run!r} here; list_runs has them: {known}")
+                    names += stored
+        listed = ", ".join(sorted(names)[:20]) or "none"
+        raise NotFound(f"there is no run {run!r} here; list_runs has them: {listed}")
 
     async def listed(self) -> str:
         """A JSON object per run, the newest first; also one per unreadable store."""
@@ -347,23 +347,23 @@ class Runs:
         """The settings in which runs differ from the first, and first and last metrics of each."""
         if len(names) < 2:
             raise ConfigError("name two runs or more; list_runs has them")
-        found: list[tuple[str, RunConfig, dict[str, Any]]] = []
+        rows: list[tuple[str, RunConfig, dict[str, Any]]] = []
         for name in names:
             async with self.opened(name) as (store, state):
-                found.append((name, from_store(state.config), await ends(store, name, COMPARED)))
-        _, first, _ = found[0]
+                rows.append((name, from_store(state.config), await ends(store, name, COMPARED)))
+        _, first, _ = rows[0]
         return "\n".join(
             json.dumps({"run": name, "settings": changes(first, config), **metrics})
-            for name, config, metrics in found
+            for name, config, metrics in rows
         )
 
     async def metrics(self, run: str, names: list[str], last: int) -> str:
         """The names of all metrics, or JSON arrays of (step, value) of those named."""
         async with self.opened(run) as (store, _):
-            every = await store.metric_names(run)
+            stored = await store.metric_names(run)
             if not names:
-                return "\n".join(every) or f"run {run!r} has reported no step yet"
-            if unknown := [name for name in names if name not in every]:
+                return "\n".join(stored) or f"run {run!r} has reported no step yet"
+            if unknown := [name for name in names if name not in stored]:
                 raise NotFound(
                     f"run {run!r} has no metric {unknown[0]!r}; without names this lists them"
                 )
@@ -395,16 +395,16 @@ async def summary(store: Store, state: RunState) -> dict[str, Any]:
 async def ends(store: Store, run: str, names: tuple[str, ...]) -> dict[str, Any]:
     """First and last known value of metrics, as [step, value]."""
     curves = await store.series(run, names)
-    known = {
+    points = {
         name: points_of(name, [(step, value) for step, value in curve if not math.isnan(value)])
         for name, curve in curves.items()
     }
-    return {name: {"first": p[0], "last": p[-1]} for name, p in known.items() if p}
+    return {name: {"first": curve[0], "last": curve[-1]} for name, curve in points.items() if curve}
 
 
 def points_of(metric: str, curve: Sequence[tuple[int, float]]) -> list[list[float | None]]:
     """Stored points of a curve as [step, value], with the number of the step."""
-    return [[metric_step(metric, step), tidy(value)] for step, value in curve]
+    return [[metric_step(metric, step), rounded(value)] for step, value in curve]
 
 
 def activity(state: RunState) -> str:
@@ -425,10 +425,12 @@ def model_of(config: RunConfig) -> str:
 
 
 def changes(first: RunConfig, other: RunConfig) -> list[str]:
-    return [one for one in differences(first, other) if not one.startswith("name:")]
+    return [
+        difference for difference in differences(first, other) if not difference.startswith("name:")
+    ]
 
 
-def tidy(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
@@ -475,7 +477,7 @@ def check(runs: Runs, name: str, overrides: list[str], *, code: bool) -> str:
     done = subprocess.run(_agentrl("train", *words), cwd=runs.folder, capture_output=True,
                           text=True, stdin=subprocess.DEVNULL, timeout=300)  # fmt: skip
     if done.returncode:
-        raise ConfigError(_sentence(done.stderr))
+        raise ConfigError(_last_line(done.stderr))
     return f"{checked} are loaded when it starts.\n\n{done.stdout}"
 
 
@@ -483,13 +485,13 @@ async def start(runs: Runs, name: str, overrides: list[str]) -> str:
     """Start or resume a run in a process that outlives this one."""
     config = read(runs, name, overrides)
     log = runs.folder / "runs" / f"{config.name}.log"
-    process, begun = _begin([str(readable(runs, name)), *overrides], runs.folder, log)
+    process, offset = _begin([str(readable(runs, name)), *overrides], runs.folder, log)
     for _ in range(int(STARTUP_SECONDS * 10)):
         await asyncio.sleep(0.1)
         if (code := process.poll()) is not None:
-            printed = log.read_bytes()[begun:].decode(errors="replace")
+            printed = log.read_bytes()[offset:].decode(errors="replace")
             if code:
-                raise ConfigError(_sentence(printed))
+                raise ConfigError(_last_line(printed))
             return f"Run {config.name!r} has ended already:\n{printed[-2000:]}"
     where = log.relative_to(runs.folder)
     return (
@@ -504,13 +506,13 @@ def _begin(words: list[str], folder: Path, log: Path) -> tuple[subprocess.Popen[
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as out:
         out.write(f"\n$ agentrl train {' '.join(words)}\n".encode())
-        begun = out.tell()
+        offset = out.tell()
         out.flush()
-        command, apart = _agentrl("train", *words), subprocess.DEVNULL
+        command, no_input = _agentrl("train", *words), subprocess.DEVNULL
         process = subprocess.Popen(
-            command, cwd=folder, stdout=out, stderr=out, stdin=apart, start_new_session=True
+            command, cwd=folder, stdout=out, stderr=out, stdin=no_input, start_new_session=True
         )
-        return process, begun
+        return process, offset
 
 
 async def stop(runs: Runs, run: str) -> str:
@@ -535,7 +537,7 @@ def _agentrl(*words: str) -> list[str]:
     return [sys.executable, "-m", "agentrl", *words]
 
 
-def _sentence(output: str) -> str:
+def _last_line(output: str) -> str:
     """The last line that a command printed, which is its error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1] if lines else "it failed and printed nothing"

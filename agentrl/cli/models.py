@@ -50,12 +50,12 @@ def import_model(source: str, directory: Path, dtype: str, chat_template: str | 
         f"licence {licence}"
     )
     settings = {"policy": {"chat_template": chat_template}} if chat_template else {}
-    made = import_gguf(file, directory, dtype=dtype, config=convert(settings, RunConfig))
-    for warning in made.warnings:
+    imported = import_gguf(file, directory, dtype=dtype, config=convert(settings, RunConfig))
+    for warning in imported.warnings:
         click.echo(f"WARNING {warning}")
     click.echo(
         f"checked: all {len(file.tokens)} tokens equal the file's, and the model ends an answer "
-        f"with {made.end} (probability {made.probability:.2f})"
+        f"with {imported.end} (probability {imported.probability:.2f})"
     )
     click.echo(f'wrote {directory} in {dtype}: set policy.model = "{directory}"')
 
@@ -109,24 +109,23 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
 
 
 def _measure(config: RunConfig, sizes: list[int], run: str | None, *, as_json: bool) -> None:
-    from agentrl.algorithms import reward_training as reward_model
+    from agentrl.algorithms import reward_training
     from agentrl.algorithms.preferences.draft import TEST
-    from agentrl.algorithms.reward_training import preference_metrics
 
     source = str(Path(config.output, "reward_model"))
 
     async def measure() -> dict[str, float]:
-        scorer, tokenizer = reward_model.load_reward_model(config, source)
+        scorer, tokenizer = reward_training.load_reward_model(config, source)
         async with open_store(config.store) as store:
-            reader = reward_model.Reader(store, tokenizer, None)
+            reader = reward_training.Reader(store, tokenizer, None)
             items = await reader.examples(config, TEST)
-            found = preference_metrics(scorer, items)
+            metrics = reward_training.preference_metrics(scorer, items)
             if sizes:
                 name = run or config.name
-                curve = await reward_model.best_of_curve(store, name, scorer, sizes)
+                curve = await reward_training.best_of_curve(store, name, scorer, sizes)
                 for n, (chosen, best) in curve.items():
-                    found |= {f"best of {n}": chosen, f"best of {n} by the verifier": best}
-        return found
+                    metrics |= {f"best of {n}": chosen, f"best of {n} by the verifier": best}
+        return metrics
 
     _echo(run_blocking(measure()), as_json=as_json)
 
@@ -178,8 +177,8 @@ def serve(
     chosen = asyncio.run(choose(store or store_with(run), run, checkpoint))
     keys = read_key(key_env, "--key-env", "the callers'").split()
     access = Access(tuple(keys), certfile, keyfile)
-    changed = [*overrides, *([f"engine.kind={engine}"] if engine else [])]
-    served = Served(chosen, host, port, access, tuple(changed))
+    settings = [*overrides, *([f"engine.kind={engine}"] if engine else [])]
+    served = Served(chosen, host, port, access, tuple(settings))
     stop = asyncio.Event()
 
     async def until_signal() -> None:
@@ -228,13 +227,13 @@ def optimise(config: RunConfig, *, fresh: bool) -> None:
     checkpoint = None
     if not has_no_own_policy(config) and Path(config.output, "checkpoints").is_dir():
         checkpoint = last_checkpoint(config)
-    own = evaluation_run(config, f"{config.name}-prompts", checkpoint)
-    store = own.store if trainer.has_own_store(config) else config.store
-    own = replace(own, store=store)
-    trainer.check(own)
+    search = evaluation_run(config, f"{config.name}-prompts", checkpoint)
+    store = search.store if trainer.has_own_store(config) else config.store
+    search = replace(search, store=store)
+    trainer.check(search)
     if fresh:
-        trainer.clear(own)
-    run_blocking(_optimise(own, Path(config.output, "prompts")))
+        trainer.clear(search)
+    run_blocking(_optimise(search, Path(config.output, "prompts")))
 
 
 async def _optimise(config: RunConfig, folder: Path) -> None:
@@ -243,7 +242,6 @@ async def _optimise(config: RunConfig, folder: Path) -> None:
     from agentrl import trainer
     from agentrl.algorithms.prompt_search import report, write_texts
     from agentrl.core.files import make_folder
-    from agentrl.store import open_store
 
     make_folder(Path(config.output))
     console = Console()

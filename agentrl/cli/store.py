@@ -35,7 +35,7 @@ def age(_: click.Context, __: click.Parameter, value: str | None) -> float | Non
         return None
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
     if parts is None:
-        raise click.BadParameter(f"{value!r} is not an age: write it like 90s, 30m, 12h, 7d or 2w.")
+        raise click.BadParameter(f"{value!r} is not an age: write it as 90s, 30m, 12h, 7d or 2w.")
     return float(parts[1]) * UNITS[parts[2]]
 
 
@@ -89,8 +89,8 @@ def serve(
     if file is not None:
         keys: Keys | KeyFile = KeyFile(file)
     else:
-        given = os.environ.get(VARIABLE)
-        keys = Keys() if given is None else Keys.parse(given, VARIABLE)
+        text = os.environ.get(VARIABLE)
+        keys = Keys() if text is None else Keys.parse(text, VARIABLE)
     limited = keep_last is not None or older_than is not None
     retention = Retention(keep_last, older_than) if limited else None
     run(
@@ -116,15 +116,15 @@ store_option = click.option(
 def stats(url: str | None, as_json: bool) -> None:
     """Print the number of rows in each table of the store, and its size."""
     url = url or only_store()
-    found = asyncio.run(_with(url, lambda store: store.stats()))
+    sizes = asyncio.run(_with(url, lambda store: store.stats()))
     if as_json:
-        click.echo(msgspec.json.encode(found).decode())
+        click.echo(msgspec.json.encode(sizes).decode())
         return
-    for table, n in found.rows.items():
+    for table, n in sizes.rows.items():
         click.echo(f"{table:<12} {n:>12,}")
     click.echo(
-        f"{decimal(found.bytes)} at {url}, of which a vacuum would give back "
-        f"{decimal(found.free)}; cursor {found.cursor}"
+        f"{decimal(sizes.bytes)} at {url}, of which a vacuum would give back "
+        f"{decimal(sizes.free)}; cursor {sizes.cursor}"
     )
 
 
@@ -169,15 +169,15 @@ def prune(
             return msgspec.structs.asdict(await store.prune(**limits, dry_run=True))
         total, after = Counter[str](), None
         while True:  # a prune that is stopped between two steps has lost nothing
-            found = msgspec.structs.asdict(
+            removed = msgspec.structs.asdict(
                 await store.prune(**limits, after=after, seconds=SECONDS_PER_STEP)
             )
-            after, share = found.pop("after"), found.pop("share")
-            total.update(found)
+            after, share = removed.pop("after"), removed.pop("share")
+            total.update(removed)
             if after is None:
-                return {name: total[name] for name in found}
-            done = f"{total['rollouts']:,} rollouts with {total['transitions']:,} calls"
-            click.echo(f"{share:.0%}: removed {done}", err=True)
+                return {name: total[name] for name in removed}
+            progress = f"{total['rollouts']:,} rollouts with {total['transitions']:,} calls"
+            click.echo(f"{share:.0%}: removed {progress}", err=True)
 
     counts = asyncio.run(_with(url or only_store(), tidy))
     for name in ("after", "share"):
@@ -210,12 +210,12 @@ async def _with(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
 def only_store() -> str:
     """URL of the store below runs/. Raises StoreError if there is none or more than one."""
     folder = Path("runs")
-    found = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
-    if not found:
+    files = sorted([*folder.glob("store.db"), *folder.glob("*/store.db")])
+    if not files:
         raise NotFound(f"There is no store below {folder}/: name one with --store.")
-    if len(found) > 1:
+    if len(files) > 1:
         raise StoreError(
-            f"There are {len(found)} stores below {folder}/ ({', '.join(map(str, found))}): "
+            f"There are {len(files)} stores below {folder}/ ({', '.join(map(str, files))}): "
             "choose one with --store."
         )
-    return f"sqlite:///{found[0]}"
+    return f"sqlite:///{files[0]}"

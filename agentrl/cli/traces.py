@@ -54,16 +54,16 @@ def import_command(
     if not done.traces + done.known:
         raise ConfigError(f"{source}: no trace was found ({rows or 'no row of a known format'});"
                           " `agentrl traces import --formats` lists the formats")  # fmt: skip
-    known = f", {done.known} were there already" if done.known else ""
+    duplicates = f", {done.known} were already there" if done.known else ""
     click.echo(
-        f"{out}: {done.traces} traces added{known}, with {done.calls} calls, {done.spans} spans and"
-        f" {done.rewards} pieces of feedback (read: {rows})"
+        f"{out}: {done.traces} traces added{duplicates}, with {done.calls} calls, {done.spans}"
+        f" spans and {done.rewards} pieces of feedback (read: {rows})"
     )
-    _say_redacted(redact, redactor.counts if redactor else {})
+    _print_redacted(redact, redactor.counts if redactor else {})
     click.echo(f"Next: agentrl traces look {out}; agentrl view {out}")
 
 
-def _say_redacted(rules: tuple[str, ...], counts: dict[str, int]) -> None:
+def _print_redacted(rules: tuple[str, ...], counts: dict[str, int]) -> None:
     for rule in rules:
         click.echo(f"redacted: {counts.get(rule, 0)} of {rule}")
 
@@ -73,7 +73,8 @@ def format_table() -> str:
     from agentrl.recorded.formats import FORMATS
 
     rows = (
-        f"| {one.name} | {one.source} | {one.version} | {'; '.join(one.lost)} |" for one in FORMATS
+        f"| {form.name} | {form.source} | {form.version} | {'; '.join(form.lost)} |"
+        for form in FORMATS
     )
     return "\n".join(["| format | of | read from | not there |", "|---|---|---|---|", *rows])
 
@@ -101,15 +102,15 @@ def look(out: str, where: tuple[str, ...], redact: tuple[str, ...], as_json: boo
         async with open_store(out, readonly=True) as store:
             return await looking.look_at(store, Where.read(where) if where else None), counts
 
-    found, counts = asyncio.run(looked())
-    if not found.traces:
+    contents, counts = asyncio.run(looked())
+    if not contents.traces:
         raise ConfigError(f"{out} has no imported traces; agentrl traces import SOURCE {out}")
     if as_json:
-        shown = looking.as_json(found) | ({"redacted": counts} if redact else {})
+        shown = looking.as_json(contents) | ({"redacted": counts} if redact else {})
         click.echo(msgspec.json.encode(shown).decode())
         return
-    _say_redacted(redact, counts)
-    for line in looking.lines_of(found):
+    _print_redacted(redact, counts)
+    for line in looking.lines_of(contents):
         click.echo(line)
 
 
@@ -118,7 +119,7 @@ def look(out: str, where: tuple[str, ...], redact: tuple[str, ...], as_json: boo
 @click.option("--store", required=True, help="Store URL.")
 @click.option("--run", default="recorded", show_default=True, help="Name of the run.")
 @click.option(
-    "--as", "form", required=True, help="Whose form.",
+    "--as", "form", required=True, help="Tool whose format is written.",
     type=click.Choice(["otlp", "phoenix", "langsmith", "langfuse", "atif", "chats"]),
 )  # fmt: skip
 def export_command(out: Path, store: str, run: str, form: str) -> None:

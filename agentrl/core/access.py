@@ -89,10 +89,10 @@ class Access:
     certfile: str = ""  # certificate chain in PEM; empty: no TLS
     keyfile: str = ""
 
-    def allows(self, given: str) -> bool:
-        """Whether `given` is one of the keys; always true without keys."""
-        # Compares every key in constant time, so the duration reveals nothing.
-        sent = given.encode(errors="surrogateescape")  # a key that is not UTF-8 is wrong
+    def allows(self, sent_key: str) -> bool:
+        """Whether `sent_key` is one of the server's; always true without keys."""
+        # Compares with every key in constant time: the duration reveals nothing.
+        sent = sent_key.encode(errors="surrogateescape")  # a key that is not UTF-8 is wrong
         same = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         return any(same) or not same
 

@@ -2,9 +2,9 @@
 
 The limits are bytes of headers, the time to send them, and connections. Owns: the idle connections,
 those without a complete request. Invariant: an address has at most `MAX_IDLE` of them and the
-server at most `most` connections in total, because a new connection closes the idle one that was
-silent longest, never one whose request is being executed. A client with thousands of incomplete
-requests loses these, and does not lock out others.
+server at most `max_open` connections in total, because a new connection closes the idle one that
+was silent longest, never one whose request is being executed. A client with thousands of incomplete
+requests loses these, and cannot lock out others.
 """
 
 from __future__ import annotations
@@ -136,18 +136,18 @@ TOO_LARGE = (
 class ConnectionLimits:
     """The connections of one server."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: maximum of connections, less than the process's limit of open files."""
-        self._most, self._open = most, 0
+    def __init__(self, max_open: int) -> None:
+        """max_open: connections, less than the process's limit of open files."""
+        self._max_open, self._open = max_open, 0
         self._idle: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
 
     def entered(self, connection: LimitedProtocol) -> None:
         self._open += 1
         self.idle(connection)
-        mine = self._idle[connection.address]
-        if len(mine) > MAX_IDLE:
-            self._close_oldest(mine)
-        elif self._open > self._most:
+        idle = self._idle[connection.address]
+        if len(idle) > MAX_IDLE:
+            self._close_oldest(idle)
+        elif self._open > self._max_open:
             self._close_oldest(max(self._idle.values(), key=len))
 
     def idle(self, connection: LimitedProtocol) -> None:
@@ -173,9 +173,9 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on the size of headers and the time to send them, not on
     the time for a body: the application reads it."""
 
-    def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._guard, self.address = guard, ""
+        self._limits, self.address = limits, ""
         self._complete, self._in_head = True, False  # state of the current request
         self._head = self._body = self._framing = 0  # its bytes; framing: all but the body
         self._bodies = 0  # bytes of all bodies: one read may end one and begin another
@@ -185,12 +185,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self._guard.entered(self)
+        self._limits.entered(self)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self._guard.left(self)
+        self._limits.left(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -203,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._framing > MAX_HEAD_BYTES + self._body // 8 and not self.transport.is_closing():
                 self._oversized = True
                 self.send_400_response("")
-        self._look()
+        self._update_turn()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -232,10 +232,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._update_turn()
 
     def send_400_response(self, msg: str) -> None:
-        """Like uvicorn's, but with status 431 for too large headers."""
+        """Like uvicorn's, but with status 431 for headers that are too large."""
         if not self._oversized:
             super().send_400_response(msg)
             return
@@ -243,13 +243,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[431] + b"content-type: text/plain\r\n" + head.encode())
         self.transport.close()
 
-    def _look(self) -> None:
-        """Update whether the server or the client has to act next, and the client's deadline."""
+    def _update_turn(self) -> None:
+        """Update whose turn it is, the server's or the client's, and the client's deadline."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.pipeline or (answering and not self.cycle.more_body):
-            self._guard.busy(self)
+            self._limits.busy(self)
         elif not self.transport.is_closing():
-            self._guard.idle(self)
+            self._limits.idle(self)
         if self._complete or (answering and not self._in_head):
             self._stop_clock()
         elif self._deadline is None:

@@ -7,8 +7,7 @@ library's errors; `read_rows` converts them to sentences.
 
 Values survive typed columns unchanged: a column that would alter its values is written as JSON
 texts of the type `arrow.json`, as `datasets` also does. In a table every row has every column and
-every struct every field, so null stands for a missing one. A null that was written is inside of
-JSON.
+every struct every field, so null means a missing one; an explicit null is written as JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("agentrl.data")
 Rows = Iterator[tuple[str, dict[str, Any]]]
 LINES, PARQUET = ".jsonl", ".parquet"
-MAX_CAUSE_CHARS = 400  # characters of another library's message
-MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
+MAX_CAUSE_CHARS = 400  # characters shown of another library's message
+BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 BATCH = 1000  # rows that are converted at once
 # Types that the loaders of `datasets` guess from texts, by loader.
 GUESSED = {"json": ("Json", "timestamp"), "csv": ("timestamp",)}
@@ -81,7 +80,7 @@ def read_lines(source: str, lines: Iterable[bytes]) -> Rows:
     """The rows of JSON lines, each with its place."""
     reader = msgspec.json.Decoder(dict[str, Any])
     for number, line in enumerate(lines, start=1):
-        text = line.removeprefix(MARK) if number == 1 else line
+        text = line.removeprefix(BOM) if number == 1 else line
         if text.strip():
             try:
                 row = reader.decode(text)
@@ -147,10 +146,10 @@ def _unreadable(source: str, root: Path) -> str:
     leaves = [schema.column(number) for number in range(count)]
     untyped = [leaf for leaf in leaves if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY"
                and str(leaf.logical_type) == "None"]  # fmt: skip
-    found = dict.fromkeys(leaf.path if leaf.path == leaf.name else leaf.path.partition(".")[0]
+    columns = dict.fromkeys(leaf.path if leaf.path == leaf.name else leaf.path.partition(".")[0]
                           for leaf in untyped or leaves)  # fmt: skip
-    names = ", ".join(map(repr, found))
-    return f"column {names} of {source}" if len(found) == 1 else f"{source}: one of {names}"
+    names = ", ".join(map(repr, columns))
+    return f"column {names} of {source}" if len(columns) == 1 else f"{source}: one of {names}"
 
 
 def read_json_lines(source: str, root: Path = Path()) -> Rows:
@@ -181,23 +180,23 @@ def read_hub(source: str, root: Path = Path()) -> Rows:
 
 
 def _files_of(source: str, builder: Any, split: str) -> list[str] | None:
-    """The addresses of a split's files, or None if this module cannot read them as they are
-    meant. Raises ConfigError for an unknown split."""
+    """The addresses of a split's files, or None if this module cannot read them as the
+    data set intends. Raises ConfigError for an unknown split."""
     files = builder.config.data_files or {}
-    known = {str(key): [*map(str, paths)] for key, paths in files.items()}
-    if not known or not {_suffix(path) for paths in known.values() for path in paths} <= {*FILES}:
+    splits = {str(key): [*map(str, paths)] for key, paths in files.items()}
+    if not splits or not {_suffix(path) for paths in splits.values() for path in paths} <= {*FILES}:
         return None
-    meant = {"name", "version", "data_dir", "data_files", "description", "features"}
-    usual = type(builder.config)()
-    if any(value != getattr(usual, key) for key, value in vars(builder.config).items()
-           if key not in meant):  # fmt: skip
+    handled = {"name", "version", "data_dir", "data_files", "description", "features"}
+    defaults = type(builder.config)()
+    if any(value != getattr(defaults, key) for key, value in vars(builder.config).items()
+           if key not in handled):  # fmt: skip
         return None
-    wanted = [one.strip() for one in split.split("+")]
-    if missing := [one for one in wanted if one not in known]:
+    names = [name.strip() for name in split.split("+")]
+    if missing := [name for name in names if name not in splits]:
         raise ConfigError(
-            f"{source}: there is no split {missing[0]!r}; there is {', '.join(known)}"
+            f"{source}: there is no split {missing[0]!r}; there is {', '.join(splits)}"
         )
-    return [path for one in wanted for path in known[one]]
+    return [path for name in names for path in splits[name]]
 
 
 def _read(files: list[str]) -> Iterator[dict[str, Any]]:
@@ -238,23 +237,23 @@ def _loaded(source: str, builder: Any, split: str) -> Iterator[dict[str, Any]]:
 
 
 def read_json(source: str, root: Path = Path()) -> Rows:
-    """Read an array of objects. Many a `.json` on the hub has a JSON object on each line."""
-    raw = Path(root, source).read_bytes().removeprefix(MARK).strip()
+    """Read an array of objects. Many `.json` files of the hub are JSON lines."""
+    raw = Path(root, source).read_bytes().removeprefix(BOM).strip()
     if not raw:
         return
     try:
-        found = msgspec.json.decode(raw)
+        data = msgspec.json.decode(raw)
     except msgspec.DecodeError:
         if not raw.startswith(b"{"):
             raise
         yield from read_lines(source, io.BytesIO(raw))
         return
-    if not isinstance(found, list):
-        what = f"{', '.join(map(repr, found))}"[:200] if isinstance(found, dict) else found
+    if not isinstance(data, list):
+        content = f"{', '.join(map(repr, data))}"[:200] if isinstance(data, dict) else data
         raise ConfigError(
-            f"{source} is not an array of objects but has {what}; write [{{...}}, {{...}}]"
+            f"{source} is not an array of objects but has {content}; write [{{...}}, {{...}}]"
         )
-    for index, row in enumerate(found):
+    for index, row in enumerate(data):
         if not isinstance(row, dict):
             raise ConfigError(f"{source}[{index}] is not a JSON object but {type(row).__name__}")
         yield f"{source}[{index}]", row
@@ -318,8 +317,8 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
 
 
 def plain_rows(batch: pa.RecordBatch | pa.Table, first: int = 0) -> Iterator[Row]:
-    """The rows of a batch, whose first one has this number. Raises ConfigError for invalid JSON in
-    a column of JSON."""
+    """The rows of a batch; `first` is the number of its first row. Raises ConfigError for invalid
+    JSON in a column of JSON."""
     names = batch.schema.names
     if HUGGING_FACE in (batch.schema.metadata or {}):
         _check_quotes(batch)
@@ -344,13 +343,13 @@ def _column(name: str, rows: Sequence[Row]) -> pa.Array:
     import pyarrow as pa
 
     values = [row.get(name) for row in rows]
-    written = any(value is None and name in row for value, row in zip(values, rows, strict=True))
+    has_null = any(value is None and name in row for value, row in zip(values, rows, strict=True))
     try:
         typed = pa.array(values)
-        if not written and _is_storable(typed.type) and _is_same(typed, values):
+        if not has_null and _is_storable(typed.type) and _is_same(typed, values):
             return typed
     except (pa.ArrowException, OverflowError, ValueError, TypeError):
-        pass  # of several types, or of more than 64 bits
+        pass  # values of several types, or integers of more than 64 bits
     texts = [msgspec.json.encode(row[name]).decode() if name in row else None for row in rows]
     return pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(texts, pa.string()))
 
@@ -359,8 +358,10 @@ def _is_same(column: pa.Array, values: Sequence[Any]) -> bool:
     """Whether reading the column returns these values. Of arrow's conversions only integers to
     floats keep values equal."""
     read = _reader(column.type)
-    found: Iterable[Any] = column.to_pylist()
-    return [x if x is None or read is None else read(x) for x in found] == list(values)
+    stored: Iterable[Any] = column.to_pylist()
+    return [value if value is None or read is None else read(value) for value in stored] == list(
+        values
+    )
 
 
 def _reader(kind: pa.DataType) -> Read | None:
@@ -375,13 +376,11 @@ def _reader(kind: pa.DataType) -> Read | None:
         return lambda value: _struct(value, fields)
     if pa.types.is_map(kind) and _is_text(kind.key_type):
         item = _reader(kind.item_type)
-        return lambda value: {
-            key: one if one is None or item is None else item(one) for key, one in value
-        }
+        return lambda value: {key: x if x is None or item is None else item(x) for key, x in value}
     items = getattr(kind, "value_type", None)
     if items is None or pa.types.is_dictionary(kind) or (read := _reader(items)) is None:
         return None
-    return lambda value: [one if one is None else read(one) for one in value]
+    return lambda value: [x if x is None else read(x) for x in value]
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -391,15 +390,16 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _struct(value: Row, fields: dict[str, Read | None]) -> Row:
-    """The fields that are there; a chat message without content has null, as clients write it."""
-    found = {}
-    for name, one in value.items():
+    """The fields that are not null; a chat message keeps null as its content, as clients write
+    it."""
+    fields_present = {}
+    for name, item in value.items():
         read = fields[name]
-        if one is not None:
-            found[name] = one if read is None else read(one)
+        if item is not None:
+            fields_present[name] = item if read is None else read(item)
         elif name == "content" and "role" in fields:
-            found[name] = None
-    return found
+            fields_present[name] = None
+    return fields_present
 
 
 def _check_quotes(batch: pa.RecordBatch | pa.Table) -> None:

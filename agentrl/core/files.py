@@ -3,7 +3,7 @@
 A write is complete or has no effect, even if a process is killed while it writes. The launcher and
 the algorithm process of a run hold a shared lock on its folder while they live, and only a process
 with an exclusive lock deletes files of the folder. A process that reads a checkpoint holds a shared
-lock on its folder, and a run deletes none that is being read.
+lock on its folder, and a run never deletes one that is being read.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def partial_name(path: Path) -> Path:
 
 def delete_directory(path: Path) -> None:
     """Delete a directory atomically: no partial directory ever has its name."""
-    doomed = path.rename(partial_name(path))
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = path.rename(partial_name(path))
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -236,22 +236,22 @@ def _flocked(folder: Path, kind: int) -> Iterator[bool]:
 
 
 INTERVAL = 5.0  # seconds between lines
-_reported = [0.0]  # when `steps_left` last reported progress, in more detail
+_reported = [0.0]  # when `steps_left` last reported progress, so that `still_at` need not
 
 
 def steps_left(
     log: logging.Logger, what: str, total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int], None]:
     """A function that is called with the number of steps done so far. Every INTERVAL seconds it
-    logs their share, and about how many seconds are left."""
-    started = said = clock()
+    logs their share and an estimate of the seconds left."""
+    started = last = clock()
 
     def report(done: int) -> None:
-        nonlocal said
+        nonlocal last
         now = clock()
-        if now - said < INTERVAL or not 0 < done < total:
+        if now - last < INTERVAL or not 0 < done < total:
             return
-        said = now
+        last = now
         _reported[0] = time.monotonic()
         left = (now - started) / done * (total - done)
         log_phase(log, f"{what}: {done / total:.0%} done, about {left:.0f} s left")
@@ -264,23 +264,23 @@ def still_at(log: logging.Logger, what: str, interval: float = 2 * INTERVAL) -> 
     """Log that work of unknown length continues, every `interval` seconds."""
     ended, started = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(interval):
             now = time.monotonic()
             if now - _reported[0] > interval:
                 log_phase(log, f"{what}: {now - started:.0f} s so far")
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, name="progress", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        reporter.join()
 
 
-def lasting(seconds: float) -> str:
-    """A duration in the largest unit that it has two of."""
+def duration_text(seconds: float) -> str:
+    """A duration in the largest unit of which it has at least two."""
     units = {"days": 86_400, "h": 3600, "min": 60}
     unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
     return f"{seconds / units.get(unit, 1):.0f} {unit}"

@@ -20,13 +20,12 @@ from agentrl.core.values import SMALL_BODY, json_values
 
 NO_KEY = "the API key is missing or unknown; send one of engine.key_env as a bearer token"
 KEY_HEADERS = ("x-api-key", "x-goog-api-key", "api-key")  # of Anthropic, Google and Azure
-NAMING = ("host", "content-type", "origin")  # headers by which requests of web pages are recognised
+PAGE_HEADERS = ("host", "content-type", "origin")  # headers that reveal a request of a web page
 HEADER = ("utf-8", "surrogateescape")  # how aiohttp decodes headers
 BODY = web.RequestKey("body", bytes)  # the part of a body that arrived with the headers
 MAX_TEXT_BYTES = 9 * 2**20  # bytes of a request without files: over two million tokens
-MAX_SPANS_BYTES = (
-    16 * 2**20
-)  # bytes of a request with spans, each of which may repeat a conversation
+# Bytes of a request with spans, each of which may repeat a conversation.
+MAX_SPANS_BYTES = 16 * 2**20
 FILES = (b"base64", b"inlineData", b"inline_data", b"input_audio", b"file_data")  # announce files
 MAX_VALUES = 200_000  # strings, lists and objects of a request
 PROTOBUF = "application/x-protobuf"  # content type
@@ -55,15 +54,15 @@ async def listen(
 ) -> tuple[web.AppRunner, str]:
     """Serve an application. Returns its runner, which the caller must clean up, and its URL.
 
-    access: the certificate, if there is one; `app` checks keys itself, with `ask_for_key`. Requests
+    access: the certificate, if there is one; `app` checks keys itself, with `require_key`. Requests
     without a key that a web page may have sent are rejected if only this machine can connect; if
     other machines can, `app` must require a key. timeout: seconds until a connection without a
     complete request is closed. shutdown: seconds that requests in progress have when the server
-    stops. socket: one that listens already, in place of `host` and `port`. Raises OSError if the
+    stops. socket: a listening one, in place of `host` and `port`. Raises OSError if the
     port is in use, and ConfigError for a certificate that cannot be read."""
     tls = access.server_tls()
     if is_loopback(socket.getsockname()[0] if socket else host):
-        app.middlewares.insert(0, _no_web_page(access))
+        app.middlewares.insert(0, _reject_web_pages(access))
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -85,7 +84,7 @@ async def listen(
     return runner, f"{scheme}://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
 
 
-def _no_web_page(access: Access) -> Middleware:
+def _reject_web_pages(access: Access) -> Middleware:
     """Middleware that rejects requests that a web page in a browser of this machine may have
     sent."""
 
@@ -93,27 +92,27 @@ def _no_web_page(access: Access) -> Middleware:
     async def checked(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if access.keys and access.allows(given_key(request.headers)):
+        if access.keys and access.allows(request_key(request.headers)):
             return await handler(request)
         has_key = any(name in request.headers for name in ("authorization", *KEY_HEADERS))
-        sent = (request.headers.get(name, "").encode(*HEADER) for name in NAMING)
-        refused = cross_site(request.method, *sent, has_key=has_key)
-        if refused is None:
+        sent = (request.headers.get(name, "").encode(*HEADER) for name in PAGE_HEADERS)
+        rejection = cross_site(request.method, *sent, has_key=has_key)
+        if rejection is None:
             return await handler(request)
-        status, why = refused
-        return web.json_response({"error": {"message": why, "code": status}}, status=status)
+        status, message = rejection
+        return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
     return checked
 
 
-def ask_for_key(access: Access) -> Middleware:
+def require_key(access: Access) -> Middleware:
     """Middleware that refuses requests without a valid key, except to /health."""
 
     @web.middleware
     async def checked(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/health" or access.allows(given_key(request.headers)):
+        if request.path == "/health" or access.allows(request_key(request.headers)):
             return await handler(request)
         return web.json_response({"error": {"message": NO_KEY}}, status=401)
 
@@ -123,16 +122,16 @@ def ask_for_key(access: Access) -> Middleware:
 async def read_body(
     request: web.Request, timeout: float = REQUEST_TIMEOUT, *, spans: bool = False
 ) -> bytes:
-    """The body of a request, without a byte order mark; the same if it is read again.
+    """The body of a request, without a byte order mark; a second call returns the same.
 
-    Raises HTTPRequestEntityTooLarge as soon as more than MAX_TEXT_BYTES, or MAX_SPANS_BYTES of
-    `spans`, have come and nothing says that files are among them, and for more than MAX_VALUES
-    values of JSON, which would hold up other requests while they are decoded; and
-    HTTPRequestTimeout if the body does not arrive within `timeout` seconds; aiohttp then closes the
-    connection after the response."""
-    known: bytes | None = request.get(BODY)
-    if known is not None:
-        return known
+    Raises HTTPRequestEntityTooLarge as soon as more than MAX_TEXT_BYTES (MAX_SPANS_BYTES of
+    `spans`) have arrived without a sign of files among them, and for more than MAX_VALUES JSON
+    values, whose decoding would block other requests; HTTPRequestTimeout if the body does not
+    arrive within `timeout` seconds, in which case aiohttp closes the connection after the
+    response."""
+    cached: bytes | None = request.get(BODY)
+    if cached is not None:
+        return cached
     largest = MAX_SPANS_BYTES if spans else MAX_TEXT_BYTES
     largest = min(largest, request.client_max_size or largest)
     if request.content.is_eof() and request.content.total_bytes <= largest:
@@ -153,8 +152,8 @@ async def _check_values(request: web.Request, body: bytes) -> bytes:
     if len(body) <= SMALL_BODY or request.content_type == PROTOBUF:
         return body
     if await asyncio.to_thread(json_values, body, MAX_VALUES) > MAX_VALUES:
-        why = f"the request has more than {MAX_VALUES:,} strings, lists and objects"
-        raise _too_large(len(body) - 1, f"{why}: send fewer at a time")
+        problem = f"the request has more than {MAX_VALUES:,} strings, lists and objects"
+        raise _too_large(len(body) - 1, f"{problem}: send fewer at a time")
     return body
 
 
@@ -174,11 +173,11 @@ async def _read_checked(request: web.Request, spans: bool) -> bytes:
     return bytes(body)
 
 
-def _too_large(most: int, why: str) -> web.HTTPRequestEntityTooLarge:
-    return web.HTTPRequestEntityTooLarge(max_size=most, actual_size=most + 1, text=why)
+def _too_large(max_size: int, message: str) -> web.HTTPRequestEntityTooLarge:
+    return web.HTTPRequestEntityTooLarge(max_size=max_size, actual_size=max_size + 1, text=message)
 
 
-def given_key(headers: Mapping[str, str]) -> str:
+def request_key(headers: Mapping[str, str]) -> str:
     """The API key that a request sends. Names in `headers` are lower-case, or match any case."""
     sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
     return sent.strip() or bearer(headers.get("authorization", ""))

@@ -2,7 +2,7 @@
 
 Type and size are read from a file's header without decoding: a file of a few kilobytes may decode
 to gigabytes, so its size is checked before it is decoded. Also rejected: files that decoders render
-differently. These are animations (which frame?), a rotation that only EXIF tells, CMYK, greyscale
+differently. These are animations (which frame?), a rotation given only in EXIF, CMYK, greyscale
 of 16 bits, and RGB of which one colour is transparent.
 
 Sources: https://www.w3.org/TR/png-3, https://www.w3.org/Graphics/GIF/spec-gif89a.txt,
@@ -24,9 +24,9 @@ import msgspec
 from agentrl.core.types import Image, Json
 
 SCHEME = "image:"  # of the URL of a stored image, before its digest
-KIND = "image_url"  # type of a part that is an image
+KIND = "image_url"  # type of a message part that is an image
 LOST = "[image that is no longer stored: a prune has removed it]"
-MAX_URL_CHARS = 60  # characters of an address that is shown
+MAX_URL_CHARS = 60  # characters shown of an address
 Messages = Iterable[dict[str, Json]]
 
 
@@ -49,8 +49,8 @@ def url_of(part: Json) -> str | None:
     """The URL of a part of a message that is an image, empty if it has none; None for others."""
     if not isinstance(part, dict) or part.get("type") != KIND:
         return None
-    about: Any = part.get(KIND)
-    url = about.get("url") if isinstance(about, dict) else about
+    image: Any = part.get(KIND)
+    url = image.get("url") if isinstance(image, dict) else image
     return url if isinstance(url, str) else ""
 
 
@@ -84,29 +84,32 @@ def described(messages: Messages, images: Mapping[str, Image]) -> list[dict[str,
 
     def content(parts: list[Json]) -> Json:
         words = [in_words(part, images) for part in parts]
-        return " ".join(words) if all(isinstance(one, str) for one in words) else words
+        return " ".join(words) if all(isinstance(word, str) for word in words) else words
 
     return _changed(messages, content)
 
 
 def with_data_urls(messages: Messages, images: Mapping[str, Image]) -> list[dict[str, Json]]:
     """Messages with the files of images instead of their digests, as an agent sends them; images
-    that are not given keep their names."""
+    that `images` lacks keep their digests."""
 
-    def part(given: Json) -> Json:
-        image = images.get(digest_of(given))
+    def with_file(part: Json) -> Json:
+        image = images.get(digest_of(part))
         if image is None:
-            return given
-        about = given[KIND] if isinstance(given[KIND], dict) else {}
-        return {**given, KIND: {**about, "url": data_url(image)}}
+            return part
+        image_fields = part[KIND] if isinstance(part[KIND], dict) else {}
+        return {**part, KIND: {**image_fields, "url": data_url(image)}}
 
-    return _changed(messages, lambda parts: [part(one) for one in parts])
+    return _changed(messages, lambda parts: [with_file(part) for part in parts])
 
 
 def _changed(messages: Messages, change: Callable[[list[Json]], Json]) -> list[dict[str, Json]]:
     """Replace the content of messages that have a list of parts."""
-    found = ((message, message.get("content")) for message in messages)
-    return [{**one, "content": change(x)} if isinstance(x, list) else one for one, x in found]
+    contents = ((message, message.get("content")) for message in messages)
+    return [
+        {**message, "content": change(content)} if isinstance(content, list) else message
+        for message, content in contents
+    ]
 
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -122,7 +125,7 @@ FILL = re.compile(b"\xff+")  # fill byte before the marker of a JPEG segment
 
 
 class ImageRefusedError(Exception):
-    """An image that a policy cannot see; the message continues a sentence."""
+    """An image that a policy cannot see; its message is the rest of a sentence."""
 
 
 class Header(NamedTuple):
@@ -190,7 +193,7 @@ def _read(body: bytes) -> Header:
     start = body[:500].lstrip()
     if start.startswith((b"<svg", b"<?xml", b"<!DOCTYPE svg")):
         raise ImageRefusedError("it is SVG, a text; render it and send PNG")
-    raise ImageRefusedError("it is no PNG, JPEG, WebP or GIF file; send one of these")
+    raise ImageRefusedError("it is not a PNG, JPEG, WebP or GIF file; send one of these")
 
 
 def _png(body: bytes) -> tuple[int, int]:

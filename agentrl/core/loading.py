@@ -27,11 +27,11 @@ from agentrl.core.values import NotJsonError, as_json, check_json
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 INPUTS = ("input", "prompt", "question", "problem", "instruction")
-MEANT = {
-    "input": "the agent's input; name the field or column that is, as tasks.columns.input",
+INPUT_HINTS = {
+    "input": "the agent's input; set tasks.columns.input to the field or column that has it",
     "messages": "a chat to imitate",
 }
-OWN, STDLIB = Path(__file__).parents[1], Path(os.__file__).parent
+LIBRARY, STDLIB = Path(__file__).parents[1], Path(os.__file__).parent
 PACKAGES = {"site-packages", "dist-packages"}
 # Functions that resolve references "SCHEME:...": (reference, root, key) -> object. Imported at the
 # first use, in any process that loads an agent, tasks or a verifier.
@@ -86,8 +86,8 @@ def _import(source: str) -> ModuleType:
         module = importlib.import_module(source)
         if unconnected:
             new = ((name, sys.modules.get(name)) for name in sys.modules.keys() - before)
-            own = (name for name, one in new if _folder(one) in _entered)
-            _unconnected.update(own)
+            users = (name for name, loaded in new if _folder(loaded) in _entered)
+            _unconnected.update(users)
         return module
 
 
@@ -122,7 +122,7 @@ def raised(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """An exception without its message, which may have words of a user, but with the line."""
+    """An exception with its line, but without its message, which may quote users."""
     error = cause_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -138,7 +138,7 @@ def _place(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         packaged = bool(PACKAGES.intersection(file.parts))
-        library = OWN in file.parents or (STDLIB in file.parents and not packaged)
+        library = LIBRARY in file.parents or (STDLIB in file.parents and not packaged)
         if file.is_file() and not library:
             (packages if packaged else users).append(f" ({file}:{frame.lineno})")
     return next(iter([*users[-1:], *packages]), "")
@@ -157,14 +157,14 @@ def load_tasks(
     needs: a required key; columns: field of a task -> the column that it is read from. Other fields
     keep their names. Without a column for the input, files other than JSON lines use the first
     column of `INPUTS` that they have. Raises ConfigError, with file and line or index, for an item
-    that is not a JSON object with this key, or would change when it is stored, and for an id of two
-    tasks."""
+    that is not a JSON object with this key, or would change when it is stored, and for two tasks
+    with one id."""
     items: dict[str, Any] = {}
     if is_row_file(path) and path.partition(":")[0] not in REFERENCES:
-        own = () if path.endswith(LINES) else INPUTS
+        inputs = () if path.endswith(LINES) else INPUTS
         try:
             for place, row in read_rows(path, root):
-                items[place] = _plain_task(row, own)
+                items[place] = _plain_task(row, inputs)
         except ConfigError as error:
             raise ConfigError(f"{key} = {path!r}: cannot read the task file: {error}") from None
     elif ":" not in path:
@@ -173,29 +173,29 @@ def load_tasks(
             " file.py:name or package.module:name"
         )
     else:
-        found = load_attribute(path, root, key=key)
+        source = load_attribute(path, root, key=key)
         try:
             with contained():
-                items = {f"{path}[{n}]": item for n, item in enumerate(_listed(found))}
+                items = {f"{path}[{n}]": item for n, item in enumerate(_listed(source))}
         except Exception as error:
             raise import_error(f"{key} = {path!r}: getting its tasks", error) from error
     return _checked(items, key, needs, columns)
 
 
-def _listed(found: Any) -> Iterable[Any]:
-    items: Iterable[Any] = found() if callable(found) else found
+def _listed(source: Any) -> Iterable[Any]:
+    items: Iterable[Any] = source() if callable(source) else source
     return items
 
 
 def _plain_task(row: dict[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
-    """The row of a file with an input, dates and the like as text. An input that is null is not
-    there."""
+    """The row of a file with an input, dates and the like as text. A null input counts as
+    missing."""
     with suppress(NotJsonError):  # `_checked` says where
-        row = {key: as_json(value) for key, value in row.items()}
-    found = next((row[name] for name in inputs if row.get(name) is not None), None)
-    if found is not None:
-        return {**row, "input": found}
-    return {key: value for key, value in row.items() if key != "input"} if inputs else row
+        row = {key: as_json(item) for key, item in row.items()}
+    item = next((row[name] for name in inputs if row.get(name) is not None), None)
+    if item is not None:
+        return {**row, "input": item}
+    return {key: item for key, item in row.items() if key != "input"} if inputs else row
 
 
 def task_file(
@@ -220,7 +220,7 @@ def _checked(
 ) -> list[dict[str, Json]]:
     """The values of `items`, which maps sources to tasks, with the fields of `columns`. Raises
     ConfigError for a task that is not a JSON object with the key `needs`, or that changes when it
-    is stored as JSON: its verifier would see another task. And for an id of two tasks."""
+    is stored as JSON: its verifier would see another task; and for two tasks with one id."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
     ids: dict[Any, tuple[str, Any]] = {}
@@ -234,17 +234,19 @@ def _checked(
                     f"{key}: {where} has no column {column!r}, which tasks.columns.{field} names;"
                     f" {nearest(column, item)}"
                 )
-        own = {field: item[column] for field, column in columns.items()}
-        task = items[source] = item | own if own else item
+        mapped = {field: item[column] for field, column in columns.items()}
+        task = items[source] = item | mapped if mapped else item
         if needs not in task:
-            raise ConfigError(f"{key}: {where} has no {needs!r}, {MEANT[needs]}{_names(item)}")
+            raise ConfigError(
+                f"{key}: {where} has no {needs!r}, {INPUT_HINTS[needs]}{_names(item)}"
+            )
         try:
             check_json(item)
         except NotJsonError as error:
             raise ConfigError(f"{key}: {error.at(f'{where}: task')}") from None
         if isinstance(name := task.get("id"), str | int):
-            other, known = ids.setdefault(str(name), (source, task))
-            if known != task:
+            other, first = ids.setdefault(str(name), (source, task))
+            if first != task:
                 raise ConfigError(
                     f"{key}: {other} and {source} are two tasks with the id {name!r:.80}, by which"
                     " statistics are kept; make ids unique, or leave them out"
@@ -269,11 +271,14 @@ GOOGLE_KEYS = {"GEMINI_API_KEY", "GOOGLE_API_KEY"}  # from which Google's client
 NOWHERE = "http://127.0.0.1:9/v1"  # nothing listens at the port `discard`
 
 
-def model_variables(gateway: str, key: str, given: Collection[str] = ()) -> dict[str, str]:
+def model_variables(
+    gateway: str, key: str, agent_variables: Collection[str] = ()
+) -> dict[str, str]:
     """Variables from which model clients read base URL and key; `gateway` ends in /v1.
 
-    `given`: names of variables that the user gives the agent. With a key of Google's among them,
-    for a tool perhaps, Google's clients keep their address: there is no other key for tools."""
+    agent_variables: names of variables that the user sets for the agent. With a key of Google's
+    among them, for a tool perhaps, Google's clients keep their address: there is no other key for
+    tools."""
     variables = {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
@@ -282,7 +287,7 @@ def model_variables(gateway: str, key: str, given: Collection[str] = ()) -> dict
         "ANTHROPIC_API_KEY": key,
         **NO_TELEMETRY,
     }
-    if GOOGLE_KEYS.isdisjoint(given):
+    if GOOGLE_KEYS.isdisjoint(agent_variables):
         variables["GOOGLE_GEMINI_BASE_URL"] = gateway.removesuffix("/v1")
         variables["GEMINI_API_KEY"] = key
     return variables
@@ -293,15 +298,15 @@ def placeholders() -> Iterator[bool]:
     """Let a user's file create model clients on import in a process without a gateway, for example
     a process that needs only the tasks of a file. A key that the user has set, and its address, are
     kept. Yields whether a variable was missing."""
-    own = [name for name in ("OPENAI", "ANTHROPIC") if f"{name}_API_KEY" in os.environ]
-    given = {
+    configured = [name for name in ("OPENAI", "ANTHROPIC") if f"{name}_API_KEY" in os.environ]
+    added = {
         name: value
         for name, value in model_variables(NOWHERE, KEY, os.environ).items()
-        if name not in os.environ and not name.startswith(tuple(own))
+        if name not in os.environ and not name.startswith(tuple(configured))
     }
-    os.environ |= given
+    os.environ |= added
     try:
-        yield bool(given)
+        yield bool(added)
     finally:
-        for name in given:
+        for name in added:
             os.environ.pop(name, None)

@@ -101,11 +101,11 @@ NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the r
 
 async def receive(body: bytes, content_type: str, add: Add) -> tuple[bytes, str]:
     """Add the spans of a request; return the body and the content type of its response. Raises
-    Invalid for a body that is no request."""
-    if len(body) > SMALL_BODY:  # so that other requests are answered meanwhile
-        spans, invalid, why = await asyncio.to_thread(decode_some, body, content_type)
+    Invalid for a body that is not a request."""
+    if len(body) > SMALL_BODY:  # off the event loop, so that other requests are answered
+        spans, invalid, why = await asyncio.to_thread(decode_valid, body, content_type)
     else:
-        spans, invalid, why = decode_some(body, content_type)
+        spans, invalid, why = decode_valid(body, content_type)
     refused, reason = await add(spans)
     return success(content_type, invalid + refused, reason or why)
 
@@ -116,7 +116,7 @@ def discard(content_type: str) -> tuple[bytes, str]:
     return b"{}" if content_type == JSON_FORM else b"", content_type
 
 
-def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
+def decode_valid(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
     """The valid spans of an ExportTraceServiceRequest in its order, the number of invalid ones, and
     the error of the last invalid one, or else a note about what was changed.
 
@@ -130,9 +130,9 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
         request, changed = _parse_json(body)
     else:
         raise Invalid(f"spans come as {PROTOBUF} or {JSON_FORM}, not as {content_type!r:.80}")
-    found, unusable, why = list[Span](), 0, ""
+    valid, invalid, why = list[Span](), 0, ""
     for resource in request.resource_spans:
-        about = {
+        resource_attributes = {
             f"resource.{pair.key}": _value(pair.value)
             for pair in resource.resource.attributes
             if not pair.key.startswith(NOT_KEPT)
@@ -140,10 +140,10 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
         for scope in resource.scope_spans:
             for span in scope.spans:
                 try:
-                    found.append(_span(span, scope.scope.name, about))
+                    valid.append(_span(span, scope.scope.name, resource_attributes))
                 except Invalid as error:
-                    unusable, why = unusable + 1, str(error)
-    return found, unusable, why or changed
+                    invalid, why = invalid + 1, str(error)
+    return valid, invalid, why or changed
 
 
 def requests_of(file: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -163,7 +163,7 @@ def _delimited(file: BinaryIO) -> Iterator[bytes]:
         size = int.from_bytes(file.read(3), "big") if start == b"\0" else _varint(start, file)
         body = file.read(size)
         if len(body) < size or not size:
-            raise Invalid("it is cut off, or no OTLP in protobuf, from some place on")
+            raise Invalid("it is truncated, or not OTLP in protobuf, from some point on")
         yield body
         start = file.read(1)
 
@@ -299,7 +299,7 @@ def _read_json(body: bytes) -> tuple[dict[str, Any], str]:
     return data, "text that is not Unicode, such as half a surrogate pair, was replaced"
 
 
-def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
+def _span(span: trace_pb2.Span, scope: str, resource_attributes: dict[str, Json]) -> Span:
     if len(span.trace_id) != 16 or not any(span.trace_id):
         raise Invalid(f"span {span.name!r:.80} has no trace id of 16 bytes")
     if len(span.span_id) != 8 or not any(span.span_id):
@@ -309,7 +309,7 @@ def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
     if not (0 < start <= LATEST_TIME and 0 < end <= LATEST_TIME):
         raise Invalid(f"span {span.name!r:.80} has the times {start} to {end}; give both")
-    attributes = about | {pair.key: _value(pair.value) for pair in span.attributes}
+    attributes = resource_attributes | {pair.key: _value(pair.value) for pair in span.attributes}
     kind = kind_of(attributes)
     if scope:
         attributes["otel.scope.name"] = scope

@@ -2,7 +2,7 @@
 
 A setting such as `runner.executor` names a built-in plug-in, an entry point of an installed package
 in the group `agentrl.executors`, or an object in a user's file or module ("file.py:name",
-"package.module:name"). An incompatible plug-in is refused before the run starts, with file and
+"package.module:name"). An incompatible plug-in is rejected before the run starts, with file and
 line.
 """
 
@@ -76,8 +76,8 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
 def plugin_points(group: Group) -> EntryPoints:
     """The plug-ins of a group, built in or of installed packages, without importing them."""
     name = f"agentrl.{group}"
-    own = [EntryPoint(key, value, name) for key, value in BUILT_IN[group].items()]
-    return EntryPoints([*own, *_installed(group)])
+    built_in = [EntryPoint(key, value, name) for key, value in BUILT_IN[group].items()]
+    return EntryPoints([*built_in, *_installed(group)])
 
 
 def _installed(group: Group) -> EntryPoints:
@@ -88,19 +88,21 @@ def _installed(group: Group) -> EntryPoints:
 def _every_entry_point(path: tuple[str, ...]) -> dict[str, EntryPoints]:
     """Entry points of all groups of plug-ins. Cached by `path` (`sys.path`), because reading them
     takes 10 ms, for one group or for all."""
-    found = entry_points()
-    return {name: found.select(group=name) for name in found.groups if name.startswith("agentrl.")}
+    points = entry_points()
+    return {
+        name: points.select(group=name) for name in points.groups if name.startswith("agentrl.")
+    }
 
 
-def load_plugin(group: Group, name: str, own: Collection[str], root: Path, *, key: str) -> Any:
-    """The object that `name` refers to, or None if `name` is in `own`: the names that the caller
-    handles itself, besides those of `BUILT_IN`.
+def load_plugin(group: Group, name: str, reserved: Collection[str], root: Path, *, key: str) -> Any:
+    """The object that `name` refers to, or None if `name` is in `reserved`: the names that the
+    caller handles itself, besides those of `BUILT_IN`.
 
     root: the folder of files; key: the setting, for messages. Raises ConfigError for an unknown
     name, a failed import, or an entry point with the name of a built-in."""
     if ":" in name:
         return load_attribute(name, root, key=key)
-    installed, built_in = _installed(group), {*own, *BUILT_IN[group]}
+    installed, built_in = _installed(group), {*reserved, *BUILT_IN[group]}
     if len(several := sorted({x.value for x in installed if x.name == name})) > 1:
         raise ConfigError(
             f"{key} = {name!r}: the entry points {' and '.join(several)} of the group"
@@ -111,11 +113,11 @@ def load_plugin(group: Group, name: str, own: Collection[str], root: Path, *, ke
             f"{key}: the entry point {hidden[0].value} of the group agentrl.{group}"
             f" hides the library's own {hidden[0].name!r}; its package must choose another name"
         )
-    if name in own:
+    if name in reserved:
         return None
     points = plugin_points(group)
     if name not in points.names:
-        near = nearest(name, [*own, *points.names])
+        near = nearest(name, [*reserved, *points.names])
         raise ConfigError(f"{key} = {name!r}; {near}, or your own as file.py:name")
     try:
         with contained():
@@ -138,15 +140,15 @@ def check_call(thing: object, *arguments: str, key: str) -> None:
         ) from None
 
 
-def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
-    """Raises ConfigError unless `made` has every public method of a protocol. by: the class `made`,
-    or the function that returned it."""
-    wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
-    missing = [name for name in wanted if not callable(getattr(made, name, None))]
+def check_protocol(plugin: object, protocol: type, *, source: object, key: str) -> None:
+    """Raises ConfigError unless `made` has every public method of a protocol. source:
+    the class `plugin`, or the function that returned it."""
+    methods = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
+    missing = [name for name in methods if not callable(getattr(plugin, name, None))]
     if missing:
-        verb = "is" if made is by else f"returned {type(made).__name__}, which is"
+        verb = "is" if plugin is source else f"returned {type(plugin).__name__}, which is"
         raise ConfigError(
-            f"{key}: {where(by)} {verb} no {protocol.__name__}: it has no {', '.join(missing)}"
+            f"{key}: {where(source)} {verb} no {protocol.__name__}: it has no {', '.join(missing)}"
         )
 
 

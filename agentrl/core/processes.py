@@ -8,7 +8,7 @@ A pool thread that never returns shrinks the pool, then blocks the interpreter's
 of a user's blocking code gets its own daemon thread, which costs only memory if it hangs.
 
 Memory is that of this machine or container: its size, what is free, and processes killed for lack
-of it. On other kernels than Linux only the size is known.
+of it. On kernels other than Linux only the size is known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
-MAX_FILES = 65_536  # the limit of open files that servers ask the system for
+MAX_FILES = 65_536  # the limit of open files that servers request
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
 PHASE = 25  # log level of the run's current phase, which the console shows unless quiet
 # Of a runner, without a finished rollout between them; they end the run.
@@ -61,7 +61,7 @@ STORE_SECRET = "AGENTRL_STORE_"
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to send `number` to this process when its parent dies.
 
-    A no-op on other kernels than Linux, or if `Child` did not start this process."""
+    A no-op on kernels other than Linux, or if `Child` did not start this process."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -108,7 +108,7 @@ def seal() -> None:
     """Keep other processes of this user, such as agents, from reading this process's memory and
     initial environment. Children are not sealed.
 
-    A no-op on other kernels than Linux; root can still read."""
+    A no-op on kernels other than Linux; root can still read."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -117,10 +117,10 @@ def allow_files() -> int:
     """Raise this process's limit of open files and connections to MAX_FILES or the system's
     maximum, and return the limit. Many systems start at 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
@@ -208,7 +208,7 @@ class Child:
         ends = (line for line in after if line.strip() and not line.startswith((" ", "\t")))
         return next(ends, None)
 
-    def last_said(self, mark: str) -> str | None:
+    def text_after(self, mark: str) -> str | None:
         """The text after `mark` in the last line of the log that contains it."""
         marked = [line for line in self._lines() if mark in line]
         return marked[-1].partition(mark)[2] if marked else None
@@ -239,7 +239,7 @@ def exit_text(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-async def keep_running(child: Child, after: Callable[[Ending], Awaitable[float | None]]) -> None:
+async def keep_running(child: Child, on_end: Callable[[Ending], Awaitable[float | None]]) -> None:
     """Run a process, and restart it whenever it ends. after: returns the seconds until the restart,
     or None to stop, and may raise."""
     for number in itertools.count(1):
@@ -247,14 +247,14 @@ async def keep_running(child: Child, after: Callable[[Ending], Awaitable[float |
         started = time.monotonic()
         code = await child.wait()
         error = (child.last_error() or "") if code == USER_ERROR else ""
-        pause = await after(Ending(number, code, time.monotonic() - started, error))
+        pause = await on_end(Ending(number, code, time.monotonic() - started, error))
         if pause is None:
             return
         await asyncio.sleep(pause)
 
 
 def backoff(first: float, longest: float, failures: int) -> float:
-    """Seconds until the next try after so many failures in a row, which double with each."""
+    """Seconds until the next try after this many failures in a row, doubling with each."""
     return min(first * 2.0 ** min(failures - 1, 30), longest)
 
 
@@ -273,8 +273,8 @@ async def keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) ->
         if cause := cause_of(ending.code):
             log.warning("%s ended with signal 9, %s; %s", child.name, cause, RUNNER_MEMORY_HINT)
             last = f", the last time {cause}: {RUNNER_MEMORY_HINT}"
-        before, ended = ended, await count_ended()
-        deaths = 1 if ended > before or ending.uptime > STEADY_UPTIME else deaths + 1
+        previous, ended = ended, await count_ended()
+        deaths = 1 if ended > previous or ending.uptime > STEADY_UPTIME else deaths + 1
         if deaths < MAX_CONSECUTIVE_CRASHES:
             return RESTART_PAUSE
         raise TrainingError(
@@ -341,7 +341,7 @@ def _run(work: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result, also in a notebook, whose event loop is running."""
+    """Run a coroutine and return its result, even in a notebook, whose event loop is running."""
     if not _in_event_loop():  # outside of an `except`, which would be the context of its errors
         return asyncio.run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="agentrl-launcher") as executor:
@@ -382,11 +382,11 @@ def ending_descendants() -> Iterator[list[int]]:
         ended += _kill_all(before | {tracker})
 
 
-def _kill_all(spared: Collection[int | None]) -> list[int]:
-    """Kill until no child is left: the children of a killed one become children of this process."""
-    killed, until = dict[int, None](), time.monotonic() + END_TIMEOUT
-    while time.monotonic() < until:
-        left = [pid for pid in _children() if pid not in spared]
+def _kill_all(kept: Collection[int | None]) -> list[int]:
+    """Kill until no child is left: the children of a killed process become children of this one."""
+    killed, deadline = dict[int, None](), time.monotonic() + END_TIMEOUT
+    while time.monotonic() < deadline:
+        left = [pid for pid in _children() if pid not in kept]
         if not left:
             break
         for pid in left:
@@ -400,12 +400,12 @@ def _kill_all(spared: Collection[int | None]) -> list[int]:
 
 
 def _children() -> list[int]:
-    me, found = str(os.getpid()), list[int]()
+    me, pids = str(os.getpid()), list[int]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             if stat.read_text().rpartition(")")[2].split()[1] == me:
-                found.append(int(stat.parent.name))
-    return found
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 ROOT = Path("/sys/fs/cgroup")
@@ -435,13 +435,13 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Bytes that are available without reclaiming memory of other processes."""
-    found = [total_memory()]
-    if (machine := _numbers(PROC / "meminfo").get("MemAvailable:")) is not None:
-        found.append(1024 * machine)
+    limits = [total_memory()]
+    if (available := _numbers(PROC / "meminfo").get("MemAvailable:")) is not None:
+        limits.append(1024 * available)
     for group, limit in _limits():
         stat = _numbers(group / "memory.stat")
-        found.append(limit - next((stat[key] for key in OCCUPIED if key in stat), 0))
-    return max(0, min(found))
+        limits.append(limit - next((stat[key] for key in OCCUPIED if key in stat), 0))
+    return max(0, min(limits))
 
 
 def private_bytes() -> int:
@@ -466,8 +466,8 @@ def count_kills() -> int | None:
     """A number that grows when the kernel kills a process of this container or machine because
     memory ran out; it counts before it kills. None: not known."""
     files = [group / name for group in _groups() for name in EVENTS]
-    found = [_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")]
-    counts = [count for count in found if count is not None]
+    readings = [_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")]
+    counts = [count for count in readings if count is not None]
     return sum(counts) if counts else None
 
 
@@ -520,15 +520,17 @@ def _groups() -> Iterator[Path]:
             if controllers and "memory" not in controllers.split(","):
                 continue
             root = ROOT / "memory" if controllers else ROOT
-            own = root / path.lstrip("/")
-            yield from (one for one in (own, *own.parents) if one.is_relative_to(root))
+            innermost = root / path.lstrip("/")
+            yield from (
+                group for group in (innermost, *innermost.parents) if group.is_relative_to(root)
+            )
 
 
 def _numbers(file: Path) -> dict[str, int]:
     """The numbers in a file of lines such as "name 12"; none if it cannot be read."""
-    found = {}
+    numbers = {}
     with suppress(OSError):
         for words in map(str.split, file.read_text().splitlines()):
             if len(words) > 1 and words[1].isdecimal():
-                found[words[0]] = int(words[1])
-    return found
+                numbers[words[0]] = int(words[1])
+    return numbers

@@ -2,7 +2,7 @@
 
 task -> group -> rollout -> attempt -> call. Records are frozen; only the store keeps them.
 
-In records training steps count from 0, and for people from 1: see `step_number`.
+Training steps count from 0 in records and from 1 for people: see `step_number`.
 
 `TrainingResult` is the result of a training run. Scores in texts are percentages if all scores of
 the run are from 0 to 1, else numbers; failed rollouts are summarised in one sentence.
@@ -423,10 +423,10 @@ def step_number(step: int, purpose: Purpose = Purpose.TRAIN) -> int:
 
 
 def stored_steps(number: int) -> dict[Purpose, int]:
-    """The stored steps of a number that people gave: that of training, none for 0, and that of the
-    evaluation after it."""
-    known = {purpose: number - step_number(0, purpose) for purpose in Purpose}
-    return {purpose: step for purpose, step in known.items() if step >= 0}
+    """The stored steps of a number that a person gave: that of training (none for 0), and that of
+    the evaluation after it."""
+    steps = {purpose: number - step_number(0, purpose) for purpose in Purpose}
+    return {purpose: step for purpose, step in steps.items() if step >= 0}
 
 
 def step_in_words(step: int, purpose: Purpose = Purpose.TRAIN) -> str:
@@ -448,21 +448,21 @@ def split_step(row: StepRow) -> list[StepRow]:
     """A stored row as rows with the numbers that people see: that of the evaluation before the
     training step, if there was one, and that of the training step."""
     before = {name: x for name, x in row.metrics.items() if metric_step(name, row.step) == row.step}
-    own = {name: x for name, x in row.metrics.items() if name not in before}
+    training = {name: x for name, x in row.metrics.items() if name not in before}
     evaluated = [replace(row, metrics=before, committed=False)] if before else []
-    trained = [replace(row, step=step_number(row.step), metrics=own)]
-    return evaluated + (trained if own or row.committed else [])
+    trained = [replace(row, step=step_number(row.step), metrics=training)]
+    return evaluated + (trained if training or row.committed else [])
 
 
 def numbered(rows: Iterable[StepRow]) -> list[StepRow]:
     """Stored rows as rows with the numbers that people see, each with the metrics of the training
     step and of the evaluation after it; row 0 has only the evaluation before training."""
-    found: dict[int, StepRow] = {}
+    by_number: dict[int, StepRow] = {}
     for part in chain.from_iterable(map(split_step, rows)):
-        trained = found.get(part.step)
+        trained = by_number.get(part.step)
         metrics = part.metrics if trained is None else trained.metrics | part.metrics
-        found[part.step] = replace(trained or part, metrics=metrics)
-    return [*found.values()]
+        by_number[part.step] = replace(trained or part, metrics=metrics)
+    return [*by_number.values()]
 
 
 class Counts(Record, frozen=True):
@@ -546,12 +546,12 @@ def are_shares(rows: Iterable[Mapping[str, float]], outcomes: Iterable[float] = 
     """Whether outcomes may be shown as percentages. `rows`: the metrics of steps. True if all
     scores, bounds and known outcomes are from 0 to 1, and no standard deviation of training rewards
     is larger than such numbers allow (returns of -1 and 1 exceed it)."""
-    known = list(filter(isfinite, outcomes))
+    scores = list(filter(isfinite, outcomes))
     spread = []  # (mean, variance)
     for row in rows:
-        known += [row[name] for name in decisive(row) if name not in REWARDS]
+        scores += [row[name] for name in decisive(row) if name not in REWARDS]
         spread.append((row.get("reward/mean", 0.0), row.get("reward/std", 0.0) ** 2))
-    return all(-ROUNDING <= x <= 1.0 + ROUNDING for x in known if isfinite(x)) and all(
+    return all(-ROUNDING <= x <= 1.0 + ROUNDING for x in scores if isfinite(x)) and all(
         -ROUNDING <= mean <= 1.0 + ROUNDING and variance <= mean * (1.0 - mean) + ROUNDING
         for mean, variance in spread
         if isfinite(mean)
@@ -574,12 +574,11 @@ def gain_text(value: float, share: bool) -> str:
 
 
 MAX_MESSAGE_CHARS = 400  # characters of a message
-# Messages of the embedded server, vLLM, SGLang, OpenAI and Anthropic about a prompt that is too
-# long.
+# Of the embedded server, vLLM, SGLang, OpenAI and Anthropic, about a prompt that is too long.
 TOO_LONG = re.compile(r"context[ _-](length|window|size)|model's context|prompt is too long", re.I)
 LOOPS = (  # of an agent that repeats its call until an answer has the expected format
-    "added nothing to the policy's last answer, such as a tool's result: the agent asks again until"
-    " it gets a tool call or a structured answer, and gets words"
+    "added nothing to the policy's last answer, such as a tool's result: the agent retries until it"
+    " gets a tool call or a structured answer, but gets plain text"
 )
 VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\S*\d\S*")
 FIX_HINTS = {  # for rollouts that all fail in the same way
@@ -587,10 +586,10 @@ FIX_HINTS = {  # for rollouts that all fail in the same way
     ErrorKind.NO_CALL: "Let the agent call the policy",
     ErrorKind.TIMEOUT: "Raise agent.timeout, or make the agent faster",
     ErrorKind.LIMIT: "Raise agent.max_calls or agent.max_tokens",
-    ErrorKind.MODEL: "See to the model's server (policy, engine, upstreams)",
+    ErrorKind.MODEL: "Check the model's server (policy, engine, upstreams)",
     ErrorKind.VERIFIER: "Correct it",
     ErrorKind.WORKSPACE: "Correct [workspace]: its source and its commands",
-    ErrorKind.LOST_RUNNER: "See to the runner's machine and sandbox",
+    ErrorKind.LOST_RUNNER: "Check the runner's machine and sandbox",
     ErrorKind.CANCELLED: "Let the rollouts end",
 }
 

@@ -18,7 +18,7 @@ than 64 bits are errors with the path inside the value.
 
 The values of a body are counted from its bytes before it is decoded: a decoder holds Python's lock
 until it is done, so while it makes millions of small objects, in any thread, a server answers no
-request. The counts end early, and let other threads run in between. Decoders make numbers much
+request. The counts end early, and let other threads run meanwhile. Decoders make numbers much
 faster than strings, lists and objects: `NUMBERS` of them count as one value.
 """
 
@@ -60,7 +60,7 @@ Convert = Callable[[Any], Json]
 def as_json(value: Any) -> Json:
     """Convert `value` to strings, numbers, booleans, None, lists and dicts with string keys.
 
-    Raises NotJsonError; whatever code of the user's classes raises is one too."""
+    Raises NotJsonError, also in place of any exception of the user's classes."""
     with _explained():
         return _plain(value)
 
@@ -71,8 +71,8 @@ def check_json(value: Any) -> None:
         with contained():
             msgspec.msgpack.encode(value)  # refuses integers that `_fitting` refuses
             if msgspec.json.decode(msgspec.json.encode(value)) == value:
-                return  # fast; the rest finds the place
-    except Exception:  # noqa: BLE001 - what the user's classes raise is found again
+                return  # the fast path; the rest finds the place of an error
+    except Exception:  # noqa: BLE001 - the code below raises it again
         pass
     with _explained():
         _unchanged(value)
@@ -130,28 +130,28 @@ def _short(plain: Json) -> str:
 
 
 def _array(values: Iterable[Any], convert: Convert) -> list[Json]:
-    found: list[Json] = []
+    items: list[Json] = []
     try:
         for value in values:
-            found.append(convert(value))  # noqa: PERF401 - its length is the index of the error
+            items.append(convert(value))  # noqa: PERF401 - its length is the index of the error
     except NotJsonError as error:
-        error.path.append(f"[{len(found)}]")
+        error.path.append(f"[{len(items)}]")
         raise
-    return found
+    return items
 
 
 def _object(values: Mapping[Any, Any], convert: Convert) -> dict[str, Json]:
-    found: dict[str, Json] = {}
+    converted: dict[str, Json] = {}
     for key, value in values.items():
         try:
             name = key if type(key) is str else _key(key)
-            found[_text(name)] = convert(value)
+            converted[_text(name)] = convert(value)
         except NotJsonError as error:
             error.path.append(f"[{key!r:.80}]")
             raise
-    if len(found) < len(values):
+    if len(converted) < len(values):
         raise NotJsonError("has keys that are the same text in JSON, such as 1 and '1'")
-    return found
+    return converted
 
 
 def _key(key: Any) -> str:
@@ -208,8 +208,8 @@ def _parts(value: Any) -> Any:
         if callable(convert := getattr(value, "tolist", None)):  # numpy
             return convert()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        known = (field.name for field in dataclasses.fields(value))
-        return {name: getattr(value, name) for name in known if hasattr(value, name)}
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
     if isinstance(value, Set):
         return _sorted(value)
     if isinstance(value, Sequence | ValuesView) and not isinstance(value, bytes | bytearray):
@@ -237,9 +237,9 @@ def _sorted(values: Set[Any]) -> list[Any]:
         return list(values)
 
 
-SMALL_BODY = 2**20  # bytes; a decoder is done with them in a moment
+SMALL_BODY = 2**20  # bytes that are decoded in a moment
 NUMBERS = 8
-SLICE = 2**18  # bytes of JSON that are looked at in one go
+SLICE = 2**18  # bytes of JSON that are scanned at a time
 _OTHER = bytes(set(range(256)) - set(b'",[{'))  # bytes that neither separate nor enclose values
 # MessagePack, by first byte. Bytes of a number; bytes of the length of a text or the like, and
 # bytes of a type after it; bytes of the number of items of a list or map.
@@ -250,12 +250,12 @@ _LENGTHS |= {0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
 _ITEMS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
-def json_values(body: bytes, most: int) -> int:
-    """The number of values of a JSON text, or a number above `most`."""
+def json_values(body: bytes, limit: int) -> int:
+    """The number of values of a JSON text, or a number above `limit`."""
     quotes = commas = openings = at = values = 0
-    while at < len(body) and values <= most:
+    while at < len(body) and values <= limit:
         end = at + SLICE
-        while body[end - 1 : end] == b"\\":  # it belongs to what follows
+        while body[end - 1 : end] == b"\\":  # it escapes the next byte
             end += 1
         part = body[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = part.translate(None, _OTHER).split(b'"')
@@ -267,10 +267,10 @@ def json_values(body: bytes, most: int) -> int:
     return values
 
 
-def msgpack_values(body: bytes, most: int) -> int:
-    """The number of values of a MessagePack body, or a number above `most`."""
+def msgpack_values(body: bytes, limit: int) -> int:
+    """The number of values of a MessagePack body, or a number above `limit`."""
     at = numbers = values = 0
-    while at < len(body) and values + numbers // NUMBERS <= most:
+    while at < len(body) and values + numbers // NUMBERS <= limit:
         first = body[at]
         at += 1
         if first <= 0x7F or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3):
@@ -290,29 +290,33 @@ def msgpack_values(body: bytes, most: int) -> int:
     return values + numbers // NUMBERS
 
 
-def question_of(given: Json) -> str:
+def question_of(task_input: Json) -> str:
     """The question in a task's input: the text itself, or the text of the last user message."""
-    if isinstance(given, str):
-        return given
-    messages = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-    asked = [one.get("content") for one in messages if one.get("role") == "user"]
-    return _content(asked[-1]) if asked else msgspec.json.encode(given).decode()
+    if isinstance(task_input, str):
+        return task_input
+    messages = (
+        [message for message in task_input if isinstance(message, dict)]
+        if isinstance(task_input, list)
+        else []
+    )
+    contents = [message.get("content") for message in messages if message.get("role") == "user"]
+    return _content(contents[-1]) if contents else msgspec.json.encode(task_input).decode()
 
 
 def _content(content: Json) -> str:
     parts = content if isinstance(content, list) else [content]
-    texts = (one.get("text") if isinstance(one, dict) else one for one in parts)
-    return "\n".join(one for one in texts if isinstance(one, str))
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def normal_text(text: str) -> str:
     """Normalise a text, so that different spellings of an answer are equal: without case, spaces,
     thousands separators, quotation marks and markup; a number by its value."""
-    kept = re.sub(r"[\s,$*`\"'_]", "", text).casefold().strip(".")
+    stripped = re.sub(r"[\s,$*`\"'_]", "", text).casefold().strip(".")
     try:
-        return repr(float(kept))
+        return repr(float(stripped))
     except ValueError:
-        return kept
+        return stripped
 
 
 MARKED = (
@@ -327,8 +331,8 @@ MARKED = (
 def marked_answer(text: str) -> str:
     """The answer that a text marks: in <answer> tags, \\boxed{}, after "####" or "Answer:"; the
     whole text if none is marked; empty if two different ones are."""
-    marked = (one for mark in MARKED for one in mark.finditer(text))
-    found = {one[1].strip() for one in marked if one.groupdict().get("unclosed") is None}
-    if len(found) > 1:
+    marked = (match for mark in MARKED for match in mark.finditer(text))
+    answers = {match[1].strip() for match in marked if match.groupdict().get("unclosed") is None}
+    if len(answers) > 1:
         return ""
-    return found.pop() if found else text.strip()
+    return answers.pop() if answers else text.strip()

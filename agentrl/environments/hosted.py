@@ -29,7 +29,7 @@ from rich.console import Console
 
 import agentrl
 from agentrl.core.config import RunConfig
-from agentrl.core.config.derived import SCHEME, SPLITS, Named, policy_by_role
+from agentrl.core.config.derived import SCHEME, SPLITS, EnvironmentName, policy_by_role
 from agentrl.core.errors import ConfigError
 from agentrl.core.loading import load_attribute
 from agentrl.core.plugins import load_plugin
@@ -46,12 +46,12 @@ MAX_TASKS = 1_000_000  # tasks of a split; all are held in memory
 _making = threading.RLock()
 
 
-def parse(reference: str, root: Path) -> tuple[str, Named]:
+def parse(reference: str, root: Path) -> tuple[str, EnvironmentName]:
     """Split a reference into the part (agent, tasks or verifier) and the environment."""
     _, which, name = reference.split(":", 2)
     name, brace, options = name.partition(" {")
     parsed_options = msgspec.json.decode(f"{{{options}", type=dict[str, Any]) if brace else {}
-    return which, Named.read(name, parsed_options, root.resolve())
+    return which, EnvironmentName.read(name, parsed_options, root.resolve())
 
 
 def load_reference(reference: str, root: Path, key: str) -> Any:
@@ -64,7 +64,7 @@ def load_reference(reference: str, root: Path, key: str) -> Any:
     return tasks(named, which)
 
 
-def load_class(named: Named) -> type[Environment]:
+def load_class(named: EnvironmentName) -> type[Environment]:
     """The plug-in's class. Raises ConfigError."""
     key, plugin = "environment", named.plugin
     if plugin.partition(":")[0].endswith(".py"):
@@ -90,23 +90,23 @@ def kind_of(class_: type[Environment]) -> str:
 
 
 @cache
-def _made(named: Named) -> Environment:
+def _made(named: EnvironmentName) -> Environment:
     class_ = load_class(named)
     environment = class_.__new__(class_)
     environment.root = Path(named.root)
     with explained(named, "cannot be made"):
-        environment.__init__(named.what, **named.given)  # type: ignore[misc]
+        environment.__init__(named.what, **named.arguments)  # type: ignore[misc]
     return environment
 
 
-def made(named: Named) -> Environment:
+def made(named: EnvironmentName) -> Environment:
     """The instance of this environment in this process. Raises ConfigError."""
     with _making:
         return _made(named)
 
 
 @contextmanager
-def explained(named: Named, what: str) -> Iterator[None]:
+def explained(named: EnvironmentName, what: str) -> Iterator[None]:
     """Converts exceptions of a plug-in to a ConfigError with the environment's name and a fix."""
     prefix = f"environment = {named.name!r}"
     try:
@@ -125,7 +125,7 @@ def explained(named: Named, what: str) -> Iterator[None]:
         ) from error
 
 
-def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
+def checked_tasks(named: EnvironmentName, split: str) -> list[dict[str, Json]]:
     """The tasks of a split, each with an id and an input that survive JSON. Raises ConfigError."""
     environment = made(named)
     with explained(named, f"raised in tasks({split!r})"):
@@ -154,7 +154,7 @@ def checked_tasks(named: Named, split: str) -> list[dict[str, Json]]:
     return rows
 
 
-def check_unique(named: Named, splits: Iterable[list[dict[str, Json]]]) -> None:
+def check_unique(named: EnvironmentName, splits: Iterable[list[dict[str, Json]]]) -> None:
     """Raises ConfigError if two splits have the same id."""
     first, second = ({str(row["id"]) for row in rows} for rows in splits)
     if both := sorted(first & second):
@@ -189,7 +189,7 @@ class Request(msgspec.Struct, frozen=True):
     """A request to the helper."""
 
     do: str  # describe, tasks, verify or solution
-    named: Named
+    named: EnvironmentName
     given: Json = None
     result: Json = None
     attempt: str = ""  # if a rollout is scored: the attempt whose trace the verifier extends
@@ -202,13 +202,13 @@ class HelperAnswer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def is_hosted(named: Named) -> bool:
+def is_hosted(named: EnvironmentName) -> bool:
     """Whether the environment runs in separate processes. Raises ConfigError."""
     return bool(named.python) or load_class(named).isolation == "process"
 
 
 @cache
-def describe(named: Named) -> About:
+def describe(named: EnvironmentName) -> About:
     """The properties of an environment. Raises ConfigError if it cannot be made."""
     if not is_hosted(named):
         return about(named)
@@ -221,7 +221,7 @@ def describe(named: Named) -> About:
     return description
 
 
-def tasks(named: Named, split: str) -> list[dict[str, Json]]:
+def tasks(named: EnvironmentName, split: str) -> list[dict[str, Json]]:
     """The tasks of a split; held-out tasks that ask the question of a training task are left out.
     Raises ConfigError."""
     rows = every_task(named, split)
@@ -231,7 +231,7 @@ def tasks(named: Named, split: str) -> list[dict[str, Json]]:
 
 
 @cache
-def trained_questions(named: Named) -> frozenset[str]:
+def trained_questions(named: EnvironmentName) -> frozenset[str]:
     """The ids of held-out tasks with the question of a training task; none if all tasks have the
     same question, as in a game, or if there are no training tasks."""
     try:
@@ -244,7 +244,7 @@ def trained_questions(named: Named) -> frozenset[str]:
     return frozenset(str(row["id"]) for row in rows if _question(row) in trained)
 
 
-def trained_text(named: Named) -> str:
+def trained_text(named: EnvironmentName) -> str:
     """A sentence about `trained_questions`; empty if there are none."""
     repeated, total = len(trained_questions(named)), len(every_task(named, "heldout"))
     if not repeated:
@@ -260,7 +260,7 @@ def _question(row: dict[str, Json]) -> str:
 
 
 @cache
-def every_task(named: Named, split: str) -> list[dict[str, Json]]:
+def every_task(named: EnvironmentName, split: str) -> list[dict[str, Json]]:
     """The unfiltered tasks of a split. Raises ConfigError."""
     if not is_hosted(named):
         return checked_tasks(named, split)
@@ -268,7 +268,7 @@ def every_task(named: Named, split: str) -> list[dict[str, Json]]:
     return rows
 
 
-def solution(named: Named, task_input: Json) -> Any:
+def solution(named: EnvironmentName, task_input: Json) -> Any:
     """The plug-in's ground truth of an input. Raises ConfigError."""
     if is_hosted(named):
         return ask(Request("solution", named, task_input))
@@ -277,7 +277,7 @@ def solution(named: Named, task_input: Json) -> Any:
         return environment.solution(task_input)
 
 
-def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
+def agent(named: EnvironmentName) -> Callable[[Json], Awaitable[Any]]:
     """The agent that plays the environment's rollouts in this process. Raises ConfigError."""
     environment = made(named)
 
@@ -287,7 +287,7 @@ def agent(named: Named) -> Callable[[Json], Awaitable[Any]]:
     return play
 
 
-def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
+def verifier(named: EnvironmentName) -> Callable[..., Awaitable[list[Reward]]]:
     """The verifier of the environment's rollouts."""
     helper, scores_itself = Helper(named), describe(named).kind != "verify"
 
@@ -306,7 +306,7 @@ def verifier(named: Named) -> Callable[..., Awaitable[list[Reward]]]:
     return verify
 
 
-def about(named: Named) -> About:
+def about(named: EnvironmentName) -> About:
     environment = made(named)
     kind = kind_of(type(environment))
     return About(
@@ -315,7 +315,7 @@ def about(named: Named) -> About:
     )  # fmt: skip
 
 
-async def verified(named: Named, task: dict[str, Json], result: Json) -> list[Reward]:
+async def verified(named: EnvironmentName, task: dict[str, Json], result: Json) -> list[Reward]:
     """Score an agent's result with the environment in this process."""
     environment: Any = made(named)
     returned = await called(named.name, "verify", environment.verify, task, result)
@@ -350,7 +350,7 @@ def ask(request: Request) -> Any:
         return _value(request.named, python, line, printed.read().decode(errors="replace"))
 
 
-def _value(named: Named, python: str, line: bytes, printed: str = "") -> Any:
+def _value(named: EnvironmentName, python: str, line: bytes, printed: str = "") -> Any:
     if line:
         answer = msgspec.json.decode(line, type=HelperAnswer)
         if answer.problem:
@@ -367,7 +367,7 @@ class Helper:
     """A helper process that answers requests one after another, started at the first request. It
     ends with this process, and if a request is cancelled."""
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: EnvironmentName) -> None:
         self.named, self._python = named, named.python or sys.executable
         self.process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
@@ -401,10 +401,12 @@ class Helper:
         self.process = None
 
 
-def named_in(config: RunConfig) -> Named | None:
+def named_in(config: RunConfig) -> EnvironmentName | None:
     """The environment of a run's settings."""
     name = config.environment
-    return Named.read(name, config.environment_options, Path(config.root)) if name else None
+    return (
+        EnvironmentName.read(name, config.environment_options, Path(config.root)) if name else None
+    )
 
 
 def check(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ import click
 import msgspec
 
 from agentrl.core import processes
-from agentrl.core.config.derived import SPLITS, Named
+from agentrl.core.config.derived import SPLITS, EnvironmentName
 from agentrl.core.errors import AgentRLError, ConfigError, nearest
 from agentrl.core.types import Json
 from agentrl.environments import hosted
@@ -42,7 +42,7 @@ CPU = "https://download.pytorch.org/whl/cpu"  # package index of torch without C
 
 def install(plugin: str, into: Path | None, python: str, say: Callable[[str], None]) -> Path:
     """Make or repair the plug-in's interpreter, and return its folder. Raises ConfigError."""
-    named = Named.read(f"{plugin}:", {})
+    named = EnvironmentName.read(f"{plugin}:", {})
     folder, requires = into or Path(named.folder), load_class(named).requires
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"{folder} exists and is not a virtual environment; give another --into")
@@ -129,7 +129,7 @@ MAX_INPUT_CHARS = 300  # characters of an input
 BY_HAND = 24 * 3600.0  # seconds of a rollout
 
 
-def print_tasks(named: Named, id: str | None) -> dict[str, Json]:
+def print_tasks(named: EnvironmentName, id: str | None) -> dict[str, Json]:
     """Print the environment's tasks; return the task to play. Raises ConfigError."""
     about = hosted.describe(named)
     where = f"in processes of {named.python}" if named.python else "in this interpreter"
@@ -147,7 +147,7 @@ def print_tasks(named: Named, id: str | None) -> dict[str, Json]:
     return matching[0]
 
 
-async def play_by_hand(named: Named, task: dict[str, Json]) -> None:
+async def play_by_hand(named: EnvironmentName, task: dict[str, Json]) -> None:
     """Play a task with replies from the terminal. Raises click.Abort at the end of the input."""
     left = asyncio.Event()
     async with stage(named, BY_HAND) as on:
@@ -260,7 +260,7 @@ class CheckReport(msgspec.Struct):
     lines: list[str] = []
 
 
-async def examine(named: Named, count: int, say: Say) -> CheckReport:
+async def examine(named: EnvironmentName, count: int, say: Say) -> CheckReport:
     """Check an environment; `say` gets each finding as soon as it is known."""
     report = CheckReport(named.name)
 
@@ -292,7 +292,7 @@ async def examine(named: Named, count: int, say: Say) -> CheckReport:
     return report
 
 
-def _repeated(named: Named, rows: Rows) -> tuple[str, str]:
+def _repeated(named: EnvironmentName, rows: Rows) -> tuple[str, str]:
     """Whether another process generates the same tasks."""
     for split, ours in rows.items():
         theirs = hosted.ask(Request("tasks", named, split))
@@ -355,7 +355,9 @@ def _value(text: str) -> float | None:
     return None
 
 
-async def _play(named: Named, rows: Rows, count: int, report: CheckReport, add_line: Any) -> None:
+async def _play(
+    named: EnvironmentName, rows: Rows, count: int, report: CheckReport, add_line: Any
+) -> None:
     async with stage(named, TIMEOUT) as on:
         tasks = next(filter(None, rows.values()), [])
         if not tasks:

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.core.config import RunConfig, resolve
-from agentrl.core.config.derived import SCHEME, Named
+from agentrl.core.config.derived import SCHEME, EnvironmentName
 from agentrl.core.config.infrastructure import PoolConfig, PoolRunnerConfig, RunnerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Json, NewRollout, Scope, Trace, Transition
@@ -54,7 +54,7 @@ def played_environment(config: RunConfig, root: Path) -> PlayedEnvironment | Non
     return PlayedEnvironment(named.name, role_rules=made(named).role_rules)
 
 
-def _executor(config: RunConfig, root: Path, named: Named) -> Executor:
+def _executor(config: RunConfig, root: Path, named: EnvironmentName) -> Executor:
     """A pool of processes of the environment's interpreter."""
     from agentrl.runners.executors.pool import PoolExecutor
 
@@ -63,7 +63,7 @@ def _executor(config: RunConfig, root: Path, named: Named) -> Executor:
     return PoolExecutor(agent.path, agent, _pool(config, named), **interpreter)
 
 
-def _pool(config: RunConfig, named: Named) -> PoolRunnerConfig:
+def _pool(config: RunConfig, named: EnvironmentName) -> PoolRunnerConfig:
     runner, alone = config.runner, describe(named).alone
     if isinstance(runner, PoolRunnerConfig):
         if alone and runner.pool.rollouts > 1:
@@ -115,7 +115,9 @@ class Script(Feature):
 class Stage:
     """Plays rollouts, one after another."""
 
-    def __init__(self, store: Store, named: Named, script: Script, timeout: float) -> None:
+    def __init__(
+        self, store: Store, named: EnvironmentName, script: Script, timeout: float
+    ) -> None:
         self._store, self._named, self._script = store, named, script
         self._timeout, self._count = timeout, 0
 
@@ -134,7 +136,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(named: Named, timeout: float = 120.0, **tables: Any) -> AsyncIterator[Stage]:
+async def stage(
+    named: EnvironmentName, timeout: float = 120.0, **tables: Any
+) -> AsyncIterator[Stage]:
     """A runner of the environment. timeout: of one rollout, in seconds. tables: more of the run
     file. Raises ConfigError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -158,7 +162,9 @@ async def stage(named: Named, timeout: float = 120.0, **tables: Any) -> AsyncIte
                     await working
 
 
-def _settings(named: Named, folder: str, timeout: float, tables: dict[str, Any]) -> RunConfig:
+def _settings(
+    named: EnvironmentName, folder: str, timeout: float, tables: dict[str, Any]
+) -> RunConfig:
     agent = {"timeout": timeout, "calls_optional": True}
     data: dict[str, Any] = {"name": RUN, "root": named.root, "output": folder, "agent": agent}
     data |= {"environment": named.name, "environment_options": named.all_options}

@@ -22,27 +22,17 @@ from agentrl.core.errors import ConfigError
 
 log = logging.getLogger("agentrl.live")
 FILE = "gateway.sock"
-
-
 VARIABLE = "AGENTRL_LISTENER"  # environment variable: the inherited file descriptor
-
-
-ORPHANED, OWNED = b"O", b"L"  # whether the supervisor of the gateway that answers is gone
-
-
+ORPHANED, OWNED = b"O", b"L"  # whether the supervisor of the gateway that answers has ended
 PATIENCE = 5.0  # seconds in which a gateway notices the end of its supervisor
-
-
 BACKLOG = 4096  # connections that wait while no gateway runs
-
-
 DELIVERY = 60.0  # seconds within which an orphaned gateway ends after handing over the socket
 
 
 def listening(config: RunConfig) -> socket.socket:
     """The socket of a run: that of an orphaned gateway, which ends, or a new one. Raises
     ConfigError if another process serves the run or does not end, and if the port is taken."""
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             connection = _connect(Path(config.output, FILE))
@@ -52,7 +42,7 @@ def listening(config: RunConfig) -> socket.socket:
             if (listener := _receive(connection)) is not None:
                 return _as_configured(listener, config)
             owner = _other_end(connection)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise ConfigError(f"{owner} serves run {config.name!r}: stop it first")
         time.sleep(0.1)
 
@@ -146,13 +136,13 @@ def _as_configured(listener: socket.socket, config: RunConfig) -> socket.socket:
     """The socket of the run, or a new one if the settings now have another port or host. In that
     case connections that were not yet accepted are lost."""
     host, port = listener.getsockname()[:2]
-    wanted = config.runner.host, config.runner.port or port
+    configured = config.runner.host, config.runner.port or port
     with suppress(OSError):  # a host without an address: `_listen` reports it
-        if _address(*wanted)[1][:2] == (host, port):
+        if _address(*configured)[1][:2] == (host, port):
             return listener
-    log.warning("the gateway listens at %s:%d now, no longer at %s:%d", *wanted, host, port)
+    log.warning("the gateway listens at %s:%d now, no longer at %s:%d", *configured, host, port)
     listener.close()
-    return _listen(*wanted)
+    return _listen(*configured)
 
 
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

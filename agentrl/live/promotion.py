@@ -5,9 +5,9 @@ the algorithm process. `records` describes concurrent decisions.
 
 The guard rolls a version back because of its sessions, while they are in progress. A version is
 compared with the one that it replaces and may differ by `live.guard`. The betting
-test of `served` shows larger differences, with a probability of at most `ALARM` per limit of ever
-raising a false alarm; so a version that fails every call is rolled back after its third, and one
-that fails slightly more often than allowed after many.
+test of `served` detects larger differences, with a probability of at most `ALARM` per limit of
+ever raising a false alarm; so a version that fails every call is rolled back after its third, and
+one that fails slightly more often than allowed after many.
 
 Each version that answers sessions is scored once on held-out tasks, by a separate run without
 steps, in a separate process and in the folder `<output>/heldout/<version>-<digest>`, which exists
@@ -92,7 +92,7 @@ async def decide_promotions(store: Store, config: RunConfig) -> None:
             while event := await decider.look(time.time()):
                 log.info("version %d: %s: %s", event.version, event.kind, event.why)
         except Conflict as error:
-            log.info("looked again: %s", error)
+            log.info("decided elsewhere meanwhile, reading again: %s", error)
             continue
         await asyncio.sleep(DECISION_PAUSE + records.PAUSE_SHARE * (time.monotonic() - began))
         await store.wait(cursor, timeout=DECISION_INTERVAL)
@@ -129,18 +129,18 @@ class Decider:
             if first is None:
                 return None
             lanes = Lanes(serving=first, share=self._live.share)
-            why = "the version that the run begins with"
-            return Event(time=now, kind="first", version=first, lanes=lanes, why=why)
+            reason = "the version that the run begins with"
+            return Event(time=now, kind="first", version=first, lanes=lanes, why=reason)
         if (new := records.next_offer(state)) is None:
             return None
         by_hand = new.kind == "offered by hand"
         if lanes.candidate is not None and (not by_hand or lanes.candidate >= records.GIVEN):
             return None  # offered weights are compared one after another
-        why = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
+        reason = f"made by {new.step} steps" if not by_hand else f"offered by hand: {new.given}"
         if lanes.candidate is not None:
-            why += f"; version {lanes.candidate} is not compared any more"
+            reason += f"; version {lanes.candidate} is not compared any more"
         lanes = replace(lanes, candidate=new.version, share=self._live.share)
-        return Event(time=now, kind="candidate", version=new.version, lanes=lanes, why=why)
+        return Event(time=now, kind="candidate", version=new.version, lanes=lanes, why=reason)
 
     async def _alarm(self, state: LiveState, now: float) -> Event | None:
         """The rollback that the guard demands, if any."""
@@ -174,23 +174,23 @@ class Decider:
         sessions = self._served.compared(lanes.candidate, lanes.serving)
         estimate = difference(counted(sessions, lanes.candidate), self._live.promotion.alpha)
         scores = comparable(state, lanes.candidate, lanes.serving)
-        decided = verdict(self._live.promotion, estimate, scores if self._held_out else None)
-        shown = compared(lanes, estimate, sessions, scores, now)
-        if decided or not 0 <= now - self._shown < SHOWN:
+        decision = verdict(self._live.promotion, estimate, scores if self._held_out else None)
+        comparison = compared(lanes, estimate, sessions, scores, now)
+        if decision or not 0 <= now - self._shown < SHOWN:
             self._shown = now
-            await records.put_compared(self._store, self._run, shown)
-        if decided is None:
+            await records.put_compared(self._store, self._run, comparison)
+        if decision is None:
             return None
-        kind, worse, why = decided
-        since = lanes.promoted() if kind == "promoted" else replace(lanes, candidate=None)
+        kind, worse, reason = decision
+        lanes_after = lanes.promoted() if kind == "promoted" else replace(lanes, candidate=None)
         return Event(
-            time=now, kind=kind, version=lanes.candidate, lanes=since, why=why, worse=worse,
-            evidence=to_builtins(shown),
+            time=now, kind=kind, version=lanes.candidate, lanes=lanes_after, why=reason,
+            worse=worse, evidence=to_builtins(comparison),
         )  # fmt: skip
 
 
 ALARM = 0.01  # probability of a false alarm, for each limit and version
-MIN_CALLS = 20  # calls of the other version; with fewer its rates are unknown
+MIN_CALLS = 20  # calls of the other version; with fewer, its rates are unknown
 Z_SCORE = 2.0  # standard errors that are added to the other version's rates
 REFUSED_SHARE = 0.2  # allowed increase of the share of refusals, which are recognised in English
 LONG_ANSWER = 3.0  # an answer with more tokens than this multiple of the mean is long
@@ -272,8 +272,8 @@ class Guard:
     async def alarm(
         self, served: ServedSessions, version: int, baseline: int, lane: str
     ) -> Alarm | None:
-        """The alarm because of which a version that replaced another one in a lane must be rolled
-        back; None: there is none."""
+        """The alarm for which a version that replaced another one in a lane must be rolled back;
+        None: there is none."""
         rows = [row for row in served.recent.values() if is_of(row, version, lane)]
         calls = self._calls.setdefault((version, lane), self._new(version))
         await calls.read(self._store, rows, WATCHED)
@@ -288,12 +288,12 @@ class Guard:
     async def _judged(
         self, served: ServedSessions, version: int, baseline: int, lane: str
     ) -> Alarm | None:
-        usual = await self._usual_calls(served, baseline)
-        limits = call_limits(self._allowed, self._calls[version, lane], usual)
+        baseline_calls = await self._usual_calls(served, baseline)
+        limits = call_limits(self._allowed, self._calls[version, lane], baseline_calls)
         for early in (True, False) if served.live.wait > EARLY else (False,):
-            ours = served.outcomes(version, lane=lane, early=early)[:WATCHED]
-            theirs = served.outcomes(baseline, early=early)
-            limits += outcome_limits(self._allowed, ours, theirs, early=early)
+            outcomes_here = served.outcomes(version, lane=lane, early=early)[:WATCHED]
+            outcomes_there = served.outcomes(baseline, early=early)
+            limits += outcome_limits(self._allowed, outcomes_here, outcomes_there, early=early)
         return broken(limits, baseline)
 
     def forget(self, versions: set[int]) -> None:
@@ -317,33 +317,33 @@ class Guard:
         return SeenCalls(policy_of(version))
 
 
-def call_limits(allowed: float | None, calls: SeenCalls, usual: SeenCalls) -> list[Limit]:
-    limits, base = [], usual.failed
+def call_limits(allowed: float | None, calls: SeenCalls, baseline: SeenCalls) -> list[Limit]:
+    limits, other = [], baseline.failed
     if allowed is not None:
-        usual_share = _mean(base)
+        usual_share = _mean(other)
         limits.append(
-            Limit("failures", "calls failed", calls.failed, usual_share, len(base), allowed)
+            Limit("failures", "calls failed", calls.failed, usual_share, len(other), allowed)
         )
-    base = usual.refused
+    other = baseline.refused
     # Failed calls are rare for any policy, but refusals depend on the agent: they need a
     # comparison.
-    if len(base) >= MIN_CALLS:
-        mean = _mean(base)
-        limit = Limit("refusals", "answers refuse", calls.refused, mean, len(base), REFUSED_SHARE)
+    if len(other) >= MIN_CALLS:
+        mean = _mean(other)
+        limit = Limit("refusals", "answers refuse", calls.refused, mean, len(other), REFUSED_SHARE)
         limits.append(limit)
-    if len(usual.tokens) >= MIN_CALLS:
-        longest = LONG_ANSWER * _mean(usual.tokens)
-        long, base = ([float(n > longest) for n in seen.tokens] for seen in (calls, usual))
+    if len(baseline.tokens) >= MIN_CALLS:
+        longest = LONG_ANSWER * _mean(baseline.tokens)
+        long, other = ([float(n > longest) for n in seen.tokens] for seen in (calls, baseline))
         text = f"answers have more than {longest:.0f} tokens"
-        limits.append(Limit("length", text, long, _mean(base), len(base), LONG_SHARE))
+        limits.append(Limit("length", text, long, _mean(other), len(other), LONG_SHARE))
     return limits
 
 
 def outcome_limits(
-    allowed: float | None, outcomes: Sequence[float], usual: Sequence[float], *, early: bool = False
+    allowed: float | None, outcomes: Sequence[float], other: Sequence[float], *, early: bool = False
 ) -> list[Limit]:
     """Limits for 1 minus the outcome. early: for 1 minus the early outcome."""
-    base = [1 - value for value in usual[-WATCHED:]]
+    base = [1 - value for value in other[-WATCHED:]]
     if allowed is None or len(base) < MIN_CALLS:
         return []
     lost = [1 - value for value in outcomes]
@@ -356,11 +356,11 @@ def broken(limits: Iterable[Limit], baseline: int) -> Alarm | None:
     for limit in limits:
         if at := exceeds(limit.values, limit.threshold, ALARM):
             share = _mean(limit.values[:at])
-            both = f"{share:.0%} of its first {at} {limit.text}, {limit.usual:.0%}"
+            summary = f"{share:.0%} of its first {at} {limit.text}, {limit.usual:.0%}"
             if limit.name == "drop":
                 means = f"{1 - share:.0%} on average, {1 - limit.usual:.0%}"
-                both = f"its first {at} {limit.text} are {means}"
-            why = f"{both} with version {baseline}: more than the guard allows"
+                summary = f"its first {at} {limit.text} are {means}"
+            why = f"{summary} with version {baseline}: more than the guard allows"
             return Alarm(why, {"limit": limit.name, "share": share, "usual": limit.usual, "of": at})
     return None
 
@@ -385,8 +385,8 @@ def verdict(
     failed = next(
         (score.failed for score in scores or () if score is not None and score.failed), ""
     )
-    if why := held_out_worse(*scores or (None, None)):
-        return "dropped", True, why
+    if reason := held_out_worse(*scores or (None, None)):
+        return "dropped", True, reason
     if estimate.high <= -margin:
         return "dropped", True, f"its sessions are worse: {in_points(estimate)}"
     if ours >= settings.most and failed and settings.rule != "never":
@@ -394,11 +394,11 @@ def verdict(
     if settings.rule == "always":
         return ("promoted", False, 'live.promotion.rule = "always"') if scored else None
     compares = settings.rule in ("better", "not_worse") and ours >= MIN_SESSIONS
-    shown = compares and estimate.low >= -margin
-    if shown and scored:
+    shown_better = compares and estimate.low >= -margin
+    if shown_better and scored:
         how = "are better" if estimate.low >= 0 else f"are not worse by {points(margin)} points"
         return "promoted", False, f"its sessions {how}: {in_points(estimate)}"
-    if ours >= settings.most and not shown:
+    if ours >= settings.most and not shown_better:
         return "dropped", False, f"{ours} sessions did not decide: {in_points(estimate)}"
     return None
 
@@ -472,7 +472,7 @@ T = TypeVar("T")
 
 
 async def evaluate_heldout(store: Store, config: RunConfig) -> None:
-    """Score versions once they are in a lane, until cancelled. Returns if there are no held-out
+    """Score each version that is in a lane, until cancelled. Returns if there are no held-out
     tasks. Raises AgentRLError if an evaluation fails; then call it again."""
     documents, cursor, digest = Documents(store, config.name), 0, ""
     seated: list[int] = []

@@ -41,7 +41,7 @@ TEXTS = (
 )
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 DEFAULTS = RunConfig()
-RARE = 0.01  # no model trained with this end of turn gives it so small a probability
+RARE = 0.01  # a model trained with this end of turn gives it a higher probability
 
 
 class Imported(NamedTuple):
@@ -82,7 +82,7 @@ def import_gguf(
 
 def _check_target(file: GgufFile, target: Path, size: int) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} is there already: give another folder, or delete it")
+        raise ConfigError(f"{target} exists already: give another folder, or delete it")
     delete_partial(target)  # left by a killed import; before the free space is measured
     near = next(path for path in target.absolute().parents if path.is_dir())
     needed, free = file.parameters * size * 1.05, shutil.disk_usage(near).free
@@ -95,9 +95,9 @@ def _check_target(file: GgufFile, target: Path, size: int) -> None:
 
 def _unread(file: GgufFile) -> Iterator[str]:
     """Warnings about what transformers leaves out."""
-    if eyes := sorted(file.path.parent.glob("*mmproj*.gguf")):
+    if towers := sorted(file.path.parent.glob("*mmproj*.gguf")):
         yield (
-            f"{eyes[0].name} is the vision tower of the model, which is left out: what is made "
+            f"{towers[0].name} is the vision tower of the model, which is left out: the result "
             "reads text only; take its Hugging Face folder for a policy that sees images"
         )
     if any(name.startswith("rope_") for name in file.shapes):
@@ -152,8 +152,8 @@ def _check_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
         if kind in (CONTROL, USER_DEFINED) and token.strip() and token == converted_token:
             same = codec.encode(token) == [number]
         if not same:
-            what = f"token {number} is {token!r} there and {converted_token!r} here"
-            raise _not_converted(file, what)
+            difference = f"token {number} is {token!r} in the file and {converted_token!r} here"
+            raise _not_converted(file, difference)
     for text in TEXTS:
         if (read_back := codec.decode(codec.encode(text))) != text:
             raise _not_converted(file, f"{text!r} is read back as {read_back!r}")
@@ -163,10 +163,10 @@ def _spelled(token: str | None) -> str:
     return (token or "").replace("\u2581", " ")
 
 
-def _not_converted(file: GgufFile, what: str) -> PolicyError:
+def _not_converted(file: GgufFile, difference: str) -> PolicyError:
     return PolicyError(
-        f"{file.path}: its tokenizer is not converted right: {what}; take the model's Hugging Face "
-        "folder instead"
+        f"{file.path}: its tokenizer was not converted correctly: {difference}; take the model's "
+        "Hugging Face folder instead"
     )
 
 
@@ -232,8 +232,7 @@ class GgufFile:
             reader = GGUFReader(path)
         except (ValueError, LookupError, OverflowError, MemoryError, OSError) as error:
             raise PolicyError(
-                f"{path}: it is not a GGUF file, or not all of it is there ({error}); fetch "
-                "it again"
+                f"{path}: it is not a GGUF file, or it is incomplete ({error}); fetch it again"
             ) from None
         self.path, self._fields = path, reader.fields
         self.shapes = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
@@ -271,8 +270,8 @@ class GgufFile:
         if rows < len(self.tokens) or declared != rows or head not in (0, rows):
             raise PolicyError(
                 f"{self.path}: its tokenizer has {len(self.tokens)} tokens, its embedding {rows} "
-                f"and its head {head or rows}, and it says {declared}: they are not of one model; "
-                "take another conversion of it"
+                f"and its head {head or rows}, and its metadata say {declared}: they do not belong"
+                " to one model; take another conversion of it"
             )
 
 
@@ -371,7 +370,7 @@ def _byte_level(file: GgufFile, warnings: list[str]) -> Tokenizer:
     kind = str(file.value("tokenizer.ggml.pre", "unnamed"))
     if kind not in WORDS:
         warnings.append(
-            f"the tokenizer splits words as {kind!r}, which is not known here: it splits them as "
+            f"the tokenizer splits words as {kind!r}, which is unknown: it will split them as "
             "GPT-2 does, so the model may see other tokens than in its training"
         )
     vocabulary = {token: number for number, token in enumerate(file.tokens)}

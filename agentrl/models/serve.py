@@ -31,7 +31,7 @@ from agentrl.core.config.learning import DataConfig
 from agentrl.core.config.live import LiveConfig
 from agentrl.core.config.run_file import apply_override, store_in
 from agentrl.core.errors import ConfigError
-from agentrl.core.http import given_key
+from agentrl.core.http import request_key
 from agentrl.core.types import Attempt, NewRollout, Purpose, Sampling, score_text
 from agentrl.evaluation import evaluation_run
 from agentrl.models.export import Chosen
@@ -76,7 +76,7 @@ class OpenCalls(Feature):
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in ("/", "/health"):
             return await handler(request)
-        if not self._access.allows(given_key(request.headers)):
+        if not self._access.allows(request_key(request.headers)):
             error = {"type": "authentication_error", "message": "the API key is missing or unknown"}
             return web.json_response({"type": "error", "error": error}, status=401)
         active = self._call()
@@ -133,7 +133,7 @@ async def serve_policies(
         raise ConfigError(f"--host {served.host}: anybody could call; give --key-env VARIABLE")
     if served.access.keyfile and not served.access.certfile:
         raise ConfigError("--keyfile needs --certfile")
-    with in_words_of_the_command():
+    with with_option_names():
         served.access.server_tls()  # raises errors before models are loaded
     async with AsyncExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-serve-")))
@@ -158,7 +158,7 @@ async def serve_policies(
         calls.attempts, router = gateway.attempts, gateway.router
         router.frozen = _routes(serving, config.engine.access.key)
         router.any = next(iter(router.frozen.values())) if len(router.frozen) == 1 else None
-        with in_words_of_the_command():
+        with with_option_names():
             await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         started(announcement(served, config, gateway.base_url, router.frozen))
@@ -166,7 +166,7 @@ async def serve_policies(
 
 
 @contextmanager
-def in_words_of_the_command() -> Iterator[None]:
+def with_option_names() -> Iterator[None]:
     """Replace names of settings in errors by the command-line options that set them here."""
     try:
         yield
@@ -191,11 +191,11 @@ def _routes(serving: PolicyServers, key: str) -> dict[str, Route]:
 def measured(chosen: Chosen, sampling: Sampling) -> str:
     """The temperature of the evaluation, and its score."""
     at = chosen.config.eval.temperature
-    condition = "whatever they ask for" if sampling.override_agent else "unless they set one"
+    condition = "even if they set one" if sampling.override_agent else "unless they set one"
     text = f"temperature of calls: {sampling.temperature:g}, {condition}"
     metrics = next((row.metrics for row in chosen.steps if row.step == chosen.saved.steps), {})
     if (score := metrics.get("eval/score")) is None:
-        return f"{text}. No held-out score was measured of this checkpoint"
+        return f"{text}. No held-out score of this checkpoint was measured"
     bounds = [metrics[key] for key in ("eval/score_low", "eval/score_high") if key in metrics]
     share = chosen.shares
     texts = [score_text(x, share) for x in (score, *bounds)]
@@ -209,7 +209,7 @@ def announcement(
     """The message with variables for an agent's environment. config: of the server."""
     chosen, root = served.chosen, base_url.removesuffix("/v1")
     names = ", ".join(map(repr, routes))
-    which = "any model name means it" if len(routes) == 1 else "the model's name says which"
+    which = "any model name selects it" if len(routes) == 1 else "the model's name selects one"
     lines = [
         f"serving {names} of run {chosen.config.name!r} after step {chosen.saved.steps} "
         f"({chosen.why}): {chosen.saved.path}",
@@ -218,5 +218,5 @@ def announcement(
         f"  GOOGLE_GEMINI_BASE_URL={root}     generateContent",
     ]
     lines.append(f"  {measured(chosen, config.sampling)}")
-    key = "one of the keys" if served.access.keys else "any word"
+    key = "one of the keys" if served.access.keys else "any text"
     return "\n".join([*lines, f"  API key: {key}. Ctrl-C stops it."])

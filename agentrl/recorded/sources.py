@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
-from agentrl.core.data_files import MARK, csv_rows, read_rows
+from agentrl.core.data_files import BOM, csv_rows, read_rows
 from agentrl.core.errors import ConfigError, Invalid
 from agentrl.core.otlp import requests_of
 from agentrl.recorded.formats import format_of, transcripts, unwrapped
@@ -114,7 +114,7 @@ def _of_lines(
             yield trace
     except MALFORMED as error:
         issues.add(
-            f"a file of {name} is not as this format has it from some place on; what comes before"
+            f"a file of {name} does not follow its format from some point on; what comes before"
             " is read",
             f"{path.name}: {type(error).__name__}: {error}",
         )
@@ -141,7 +141,7 @@ def _by_row(
                 )
         except MALFORMED as error:
             issues.add(
-                f"a row of {form.name} is not as this format has it and is left out",
+                f"a row of {form.name} does not follow its format and is left out",
                 f"{path.name}: {type(error).__name__}: {error}",
             )
 
@@ -170,7 +170,7 @@ def rows_of(path: Path, issues: Issues) -> Iterator[Any]:
 
 def _lines(path: Path, file: IO[bytes], issues: Issues) -> Iterator[Any]:
     for number, line in enumerate(file, start=1):
-        text = line.removeprefix(MARK) if number == 1 else line
+        text = line.removeprefix(BOM) if number == 1 else line
         if not text.strip():
             continue
         try:
@@ -215,7 +215,7 @@ def _values(path: Path, file: IO[str], issues: Issues) -> Iterator[Any]:
             except (ValueError, RecursionError) as error:
                 if ended or len(text) - at > MAX_VALUE_CHARS or not _is_cut_off(error, text):
                     issues.add(
-                        "a file is cut off or no JSON from some place on; what comes before"
+                        "a file is truncated or not JSON from some point on; what comes before"
                         " is read",
                         f"{path.name}: {error}",
                     )
@@ -223,7 +223,7 @@ def _values(path: Path, file: IO[str], issues: Issues) -> Iterator[Any]:
         if ended:
             if inside:
                 issues.add(
-                    "a file is cut off or no JSON from some place on; what comes before is read",
+                    "a file is truncated or not JSON from some point on; what comes before is read",
                     f"{path.name}: its array does not end",
                 )
             return

@@ -64,7 +64,7 @@ class RecordedTools:
         def tool(**arguments: Any) -> str:
             return self.call(name, arguments)
 
-        about: dict[str, Any] = next(
+        function: dict[str, Any] = next(
             (
                 definition["function"]
                 for definition in self.definitions
@@ -72,7 +72,7 @@ class RecordedTools:
             ),
             {},
         )
-        tool.__name__, tool.__doc__ = name, str(about.get("description") or "")
+        tool.__name__, tool.__doc__ = name, str(function.get("description") or "")
         return tool
 
 
@@ -88,7 +88,7 @@ def _nearest(texts: list[str], text: str) -> str:
 
 
 def _key(arguments: Any) -> str:
-    """Arguments as a text in which the order of fields and spaces make no difference."""
+    """Arguments as a text that does not depend on the order of fields or on spaces."""
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)

@@ -241,12 +241,12 @@ def read_task(folder: Path, id: str, variables: Collection[str] = ()) -> HarborT
         tables = about.steps or [StepTable()]
         steps = tuple(_step(folder, about, table) for table in tables)
         network = next(iter(_networks(about, steps)))
-        for why in _unsupported(folder, about, steps):
-            raise UnsupportedTask(f"the Harbor task {id!r} {why}")
+        for reason in _unsupported(folder, about, steps):
+            raise UnsupportedTask(f"the Harbor task {id!r} {reason}")
         image = _image(folder, about)
         return HarborTask(id, folder, about, image, network, steps, tuple(variables))
     except (OSError, ValueError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{folder} is no Harbor task: {error}") from None
+        raise ConfigError(f"{folder} is not a Harbor task: {error}") from None
 
 
 def _check_links(folder: Path) -> None:
@@ -262,14 +262,14 @@ def _check_links(folder: Path) -> None:
 
 def digest_of(folder: Path) -> str:
     """A digest of the names, the executable bits and the bytes of a folder's files."""
-    total = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and not IGNORED.intersection(path.relative_to(folder).parts):
             with path.open("rb") as file:
                 file_digest = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{name}\0{os.access(path, os.X_OK)}\0{file_digest}\0".encode())
-    return total.hexdigest()
+            hasher.update(f"{name}\0{os.access(path, os.X_OK)}\0{file_digest}\0".encode())
+    return hasher.hexdigest()
 
 
 def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str, str]:
@@ -281,15 +281,15 @@ def resolved(variables: Mapping[str, str], allowed: Collection[str]) -> dict[str
         if match := VARIABLE.fullmatch(value):
             default: str | None = match[2]
             name = match[1]
-            may = any(fnmatchcase(name, pattern) for pattern in allowed)
-            if default is None and not may:
+            is_allowed = any(fnmatchcase(name, pattern) for pattern in allowed)
+            if default is None and not is_allowed:
                 raise ConfigError(
                     f"the task asks for the variable {name} of this machine; to allow it, set"
                     f" environment_options.variables = [{json.dumps(name)}]"
                 )
             if default is None and name not in os.environ:
                 raise ConfigError(f"the task needs the variable {name}, which is not set here")
-            value = (os.environ.get(name, default) if may else default) or ""
+            value = (os.environ.get(name, default) if is_allowed else default) or ""
         result[key] = value
     return result
 
@@ -319,7 +319,7 @@ def _step(folder: Path, about: TaskFile, step: StepTable) -> HarborStep:
     if not (judge and judge.has_tests) and not any((test / "test.sh").is_file() for test in tests):
         raise ValueError(f"there is no {step_folder.relative_to(folder) / 'tests/test.sh'}")
     solution = step_folder / "solution"
-    wanted = {} if step.min_reward is None else step.min_reward
+    min_reward = {} if step.min_reward is None else step.min_reward
     entries = [*about.artifacts, *step.artifacts]
     listed = [Artifact(entry) if isinstance(entry, str) else entry for entry in entries]
     if not any(artifact.source.rstrip("/") == ARTIFACTS for artifact in listed):
@@ -337,7 +337,7 @@ def _step(folder: Path, about: TaskFile, step: StepTable) -> HarborStep:
         seconds=_first(step.agent.timeout_sec, about.agent.timeout_sec),
         user=about.agent.user if step.agent.user is None else step.agent.user,
         healthcheck=step.healthcheck,
-        min_reward=wanted if isinstance(wanted, dict) else {"reward": wanted},
+        min_reward=min_reward if isinstance(min_reward, dict) else {"reward": min_reward},
         verifier=verifier,
         judge=judge,
         artifacts=tuple(listed),
@@ -397,21 +397,21 @@ def _networks(about: TaskFile, steps: tuple[HarborStep, ...]) -> set[Network]:
     """The networks that the agent's container would need one after another; a container has only
     one."""
     base = about.agent.network_mode or about.environment.network
-    wanted = {table.agent.network_mode or base for table in about.steps} or {base}
+    needed = {table.agent.network_mode or base for table in about.steps} or {base}
     for step in steps:
         if step.judge is None:
-            wanted.add(step.verifier.network_mode or about.environment.network)
+            needed.add(step.verifier.network_mode or about.environment.network)
         if (
             (step.files and step.files.is_dir())
             or step.healthcheck
             or about.environment.healthcheck
         ):
-            wanted.add(about.environment.network)
-    return wanted
+            needed.add(about.environment.network)
+    return needed
 
 
 def _unsupported(folder: Path, about: TaskFile, steps: tuple[HarborStep, ...]) -> Iterator[str]:
-    """Why a task cannot be run here; each continues "the task ..."."""
+    """Why a task cannot be run here; each continues the sentence "the task ..."."""
     judges = [step.judge for step in steps if step.judge]
     folders = {folder / "environment", *(j.image.folder for j in judges if j.image.folder)}
     compose = [parent / name for parent in folders for name in COMPOSE if (parent / name).is_file()]

@@ -23,7 +23,7 @@ from rich.table import Table
 from agentrl.algorithms.ratings import game_figures
 from agentrl.core.config import RunConfig
 from agentrl.core.config.derived import has_no_own_policy
-from agentrl.core.files import lasting
+from agentrl.core.files import duration_text
 from agentrl.core.processes import PHASE
 from agentrl.core.types import (
     EMPTY,
@@ -208,7 +208,7 @@ class Progress:
         """Rows of cells, no wider than the terminal: long cells are cut, not wrapped."""
         done, left = len(self.committed), self.seconds_left()
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=BAR)
-        remaining = f"{lasting(left)} left" if left is not None else ""
+        remaining = f"{duration_text(left)} left" if left is not None else ""
         rows: list[Sequence[RenderableType]] = [
             (bar, f"step {done}/{self.config.steps}", remaining)
         ]
@@ -246,7 +246,7 @@ class Progress:
                 parts.append(f"{_step_seconds([row]):.2g} s a step")
             parts += filter(None, [failures_of(metrics)])
             if row.step == self.committed[-1].step:
-                parts.append(f"{lasting(self.seconds_left() or 0.0)} left")
+                parts.append(f"{duration_text(self.seconds_left() or 0.0)} left")
         return "  ".join(parts)
 
     def scores_line(self, row: StepRow) -> str:

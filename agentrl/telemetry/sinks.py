@@ -62,8 +62,8 @@ class Sink(Protocol):
     """A backend that is open for one run. After any exception it is opened again later."""
 
     def write(self, row: StepRow) -> None:
-        """Write a stored row's metrics, all finite; `split_step` gives them the numbers that people
-        see. Returns when they survive the end of this process."""
+        """Write a stored row's metrics, all finite; `split_step` gives them the step numbers that
+        people see. Returns once they would survive the end of this process."""
 
     def close(self) -> None: ...
 
@@ -101,8 +101,8 @@ def position_file(config: RunConfig, sink: str) -> Path:
 
 
 def load_position(file: Path) -> SinkPosition:
-    """The position in the file. A new one is saved at once, so the backend's run is always found
-    again by its id. Raises SinkError for a damaged file."""
+    """The position in the file. A new one is saved at once, so that the backend's run can always
+    be found by its id. Raises SinkError for a damaged file."""
     if file.exists():
         try:
             return msgspec.json.decode(file.read_bytes(), type=SinkPosition)
@@ -128,7 +128,7 @@ def sink_factory(name: str, root: Path) -> Any:
     factory: Any = load_plugin("sinks", name, (), root, key=KEY)
     check_call(factory, "config", "position", key=KEY)
     if inspect.isclass(factory):
-        check_protocol(factory, Sink, by=factory, key=KEY)
+        check_protocol(factory, Sink, source=factory, key=KEY)
     return factory
 
 
@@ -143,7 +143,7 @@ def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
     """Open the backend of that name to continue at `position`."""
     factory = sink_factory(name, Path(config.root))
     sink: Sink = factory(config, position)
-    check_protocol(sink, Sink, by=factory, key=KEY)
+    check_protocol(sink, Sink, source=factory, key=KEY)
     return sink
 
 
@@ -198,32 +198,36 @@ class Followers:
 
     async def call(self) -> None:
         rows = await self._store.steps(self._run) if self._callbacks else []
-        news = {
+        rows_by_method = {
             "on_step": [row for row in rows if row.committed],
             "on_evaluation": [row for row in rows if SCORE in row.metrics],
         }
         if self._seen is None:  # earlier steps of a resumed run were reported before
-            self._seen = {name: max((r.step for r in of), default=-1) for name, of in news.items()}
-        pending = [(row.step, name, row) for name, of in news.items() for row in of]
+            self._seen = {
+                name: max((r.step for r in rows_of), default=-1)
+                for name, rows_of in rows_by_method.items()
+            }
+        pending = [
+            (row.step, name, row) for name, rows_of in rows_by_method.items() for row in rows_of
+        ]
         # The evaluation with a step's number takes place before the step.
         for step, name, row in sorted(pending, key=lambda item: (item[0], item[1] == "on_step")):
             if step > self._seen[name]:
                 self._seen[name] = step
                 for callback in self._callbacks:
                     if method := getattr(callback, name, None):
-                        await self._ask(method, name, callback, row)
+                        await self._invoke(method, name, callback, row)
 
-    async def _ask(self, method: Any, name: str, callback: Any, row: StepRow) -> None:
+    async def _invoke(self, method: Any, name: str, callback: Any, row: StepRow) -> None:
         try:
             await user_code.in_thread(method, row)
         except Exception as error:
-            who, cause = f"{type(callback).__name__}.{name}", user_code.cause_of(error)
+            method_name, cause = f"{type(callback).__name__}.{name}", user_code.cause_of(error)
             where = step_in_words(row.step, Purpose.TRAIN if name == "on_step" else Purpose.EVAL)
             raise TrainingError(
-                f"the callback {who} raised {type(cause).__name__} at {where}: "
+                f"the callback {method_name} raised {type(cause).__name__} at {where}: "
                 f"{one_line(str(cause))}; training has stopped: start it again to continue from "
-                "the last "
-                "checkpoint"
+                "the last checkpoint"
             ) from error
 
 
@@ -243,7 +247,7 @@ def main(config: RunConfig) -> None:
     threads = [SinkThread(config, name) for name in config.metrics.sinks]
     for thread in threads:
         thread.start()
-    while os.read(0, 4096):  # sys.stdin would hold a lock for which the exit waits
+    while os.read(0, 4096):  # sys.stdin would hold a lock that blocks the exit
         pass
     # A backend may block the exit, too.
     timer = threading.Timer(DRAIN_TIMEOUT + EXIT_GRACE, os._exit, [1])

@@ -71,7 +71,7 @@ class Evidence:
 
     @property
     def z_score(self) -> float:
-        """Of the mean, with the variance of a sample; 0 of a single group, and where all are 0."""
+        """Of the mean, with the sample variance; 0 for a single group, and if all values are 0."""
         if self.groups <= 1 or not self.squares:
             return 0.0
         mean = self.total / self.groups
@@ -80,7 +80,7 @@ class Evidence:
 
     @property
     def is_missing(self) -> bool:
-        """Whether groups were measured, and do not show that texts are followed."""
+        """Whether groups were measured but do not show that the policy follows texts."""
         return self.groups > 0 and (self.groups < MIN_EVIDENCE or self.z_score < Z_SCORE)
 
 
@@ -99,7 +99,7 @@ class GapState:
     last: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
 
     def measured(self, values: Tensor) -> GapState:
-        """With the evidence of a step's groups, logged where it begins or ends to be missing."""
+        """With the evidence of a step's groups; logs when it becomes missing or sufficient."""
         evidence = self.evidence.after(values)
         if evidence.is_missing and not self.evidence.is_missing:
             log.warning(
@@ -118,8 +118,8 @@ class GapState:
         if self.evidence.groups:
             metrics = {**metrics, "told/evidence": self.evidence.z_score}
         if divergence is None or self.retired:
-            none = {"told/retired": float(self.retired), "told/calls": 0.0}
-            return replace(self, last={**metrics, **none})
+            idle = {"told/retired": float(self.retired), "told/calls": 0.0}
+            return replace(self, last={**metrics, **idle})
         earlier = divergence if self.average is None else self.average
         average = EMA_WEIGHT * divergence + (1 - EMA_WEIGHT) * earlier
         falls = self.lowest is None or average < self.lowest - MIN_DECREASE * abs(self.lowest)
@@ -178,12 +178,12 @@ class ToldGap(RememberedColumn):
     ) -> tuple[Tensor, StatePart]:
         assert isinstance(part, GapState)
         told, style = rewards(batch, self.reward), rewards(batch, self.style.reward)
-        known, both = ~told.isnan(), ~(told + style).isnan()
-        count = float(call_sizes(batch)[known].sum())
-        metrics = {"told/calls": float(known.sum())}
+        has_gap, both = ~told.isnan(), ~(told + style).isnan()
+        count = float(call_sizes(batch)[has_gap].sum())
+        metrics = {"told/calls": float(has_gap.sum())}
         if size := float(told[both].abs().sum()):
             metrics["told/style"] = float(style[both].abs().sum()) / size
-        divergence = -float(told[known].sum()) / count if count else None
+        divergence = -float(told[has_gap].sum()) / count if count else None
         group = batch.rollout_group[batch.transition_rollout]
         evidence = known_mean(rewards(batch, self.evidence.reward), group, len(batch.groups))
         measured = part.measured(evidence[~evidence.isnan()])

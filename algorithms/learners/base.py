@@ -226,9 +226,9 @@ class PolicyWeights(LearnerDefaults):
             raise PolicyError(f"the learner has no {'critic' if output == 'values' else output}")
 
 
-def fixed_coefficients(found_N: Tensor, p: Tensor, index: Tensor) -> Tensor:
+def fixed_coefficients(psi: Tensor, logprobs: Tensor, index: Tensor) -> Tensor:
     """`LossCoefficients` that look up values [N], for row units of several micro-batches."""
-    return found_N[index].to(p)
+    return psi[index].to(logprobs)
 
 
 def critic_metrics(terms: ValueTerms, loss: float, clipped: int, norm: float) -> dict[str, float]:

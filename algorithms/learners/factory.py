@@ -56,7 +56,7 @@ def make_learner(
     factory that returns no learner, and for a learner without a stream that `algo` reads."""
     factory = learner_factory(config.learner.kind, Path(config.root))
     learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
-    check_protocol(learner, Learner, by=factory, key="learner.kind")
+    check_protocol(learner, Learner, source=factory, key="learner.kind")
     try:
         _check_fit(config, algo, learner)
     except ConfigError:

@@ -78,13 +78,13 @@ def value_terms(target: Tensor, old: Tensor, *, clip: float) -> ValueTerms:
 def value_loss(terms: ValueTerms, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss, its gradient d L / d v [n], and a bool mask [n] of clipped tokens, at values v
     [n] of the tokens `index` [n]. Float64 on the CPU, detached, without the coefficient."""
-    now = v.detach().double().cpu()
+    value = v.detach().double().cpu()
     target, old, weight = terms.returns[index], terms.old[index], terms.weight[index]
-    near = old + (now - old).clamp(-terms.clip, terms.clip)
-    free, held = (now - target).square(), (near - target).square()
-    clipped = held > free
-    loss = (weight * torch.maximum(free, held)).sum() / 2
-    return loss, torch.where(clipped, 0.0, weight * (now - target)), clipped & (weight > 0)
+    clipped_value = old + (value - old).clamp(-terms.clip, terms.clip)
+    error, clipped_error = (value - target).square(), (clipped_value - target).square()
+    clipped = clipped_error > error
+    loss = (weight * torch.maximum(error, clipped_error)).sum() / 2
+    return loss, torch.where(clipped, 0.0, weight * (value - target)), clipped & (weight > 0)
 
 
 def select_tokens(terms: ValueTerms, tokens: Tensor) -> ValueTerms:

@@ -79,9 +79,9 @@ def make(
 
     Raises ConfigError for an unknown preset, modifier or option, a missing option, one of the wrong
     type or out of range, a stream that the run does not have, two corrections of one mismatch, and
-    a user's preset that is no function of options, raises, or does not return an Algo."""
-    host, added = parts_of_name(name, root)
-    accepted = [host.options(), *(modifier.options() for modifier in added)]
+    a user's preset that is not a function of options, raises, or does not return an Algo."""
+    host, modifiers = parts_of_name(name, root)
+    accepted = [host.options(), *(modifier.options() for modifier in modifiers)]
     valid = {option: kind for declared in accepted for option, kind in declared.items()}
     chosen = {option: _value(name, option, options[option], valid, root) for option in options}
     for option, (_, default) in sorted(valid.items()):
@@ -91,7 +91,7 @@ def make(
         {option: chosen[option] for option in declared if option in chosen} for declared in accepted
     ]
     algo = _built(host, arguments[0])
-    for modifier, own_options in zip(added, arguments[1:], strict=True):
+    for modifier, own_options in zip(modifiers, arguments[1:], strict=True):
         algo = modifier.build(algo, **own_options)
     read = rewards_read(algo.credit, algo.keep, algo.side, algo.telling)
     # The rewards of plain functions are unknown; they are in `algo.rewards`, default the outcome.
@@ -103,8 +103,8 @@ def make(
 
 def parts_of_name(name: str, root: Path) -> tuple[AlgoPreset, list[AlgoModifier]]:
     """The preset and modifiers in a name like "grpo+tis", and `with_entropy`."""
-    host, added = find_preset(name, declare.presets, declare.modifiers)
-    return preset_named(host, root), [*map(modifier_named, added), ENTROPY]
+    host, modifier_names = find_preset(name, declare.presets, declare.modifiers)
+    return preset_named(host, root), [*map(modifier_named, modifier_names), ENTROPY]
 
 
 def library_presets() -> tuple[dict[str, AlgoPreset], dict[str, AlgoModifier]]:
@@ -170,7 +170,7 @@ def _check_tables(key: str, value: Any, kind: Any) -> None:
 
 def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
     """Raise ConfigError if the algorithm needs the most probable tokens, or the gradient of the
-    entropy or of observations, and the learner does not supply it."""
+    entropy or of observations, and the learner does not supply them."""
     if algo.entropy and "entropy" not in supplies:
         raise ConfigError(
             f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not compute "
@@ -192,12 +192,12 @@ def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
 def check_group(config: AlgorithmConfig, algo: Algo) -> None:
     """Raise ConfigError for a group size that the algorithm cannot learn from. Not checked if
     further rollouts join a group, which make it larger than `group_size`."""
-    least = algo.min_group_size
-    if config.group_size < least and not config.branching.joins:
+    min_size = algo.min_group_size
+    if config.group_size < min_size and not config.branching.joins:
         raise ConfigError(
             f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
-            f"nothing from groups of fewer than {least} rollouts, because the baseline of a "
-            f"rollout needs k others; set algorithm.group_size = {least} or more, or a "
+            f"nothing from groups of fewer than {min_size} rollouts, because the baseline of a "
+            f"rollout needs k others; set algorithm.group_size = {min_size} or more, or a "
             "smaller algorithm.options.k"
         )
 

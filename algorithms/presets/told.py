@@ -79,13 +79,13 @@ Texts = dict[str, str]  # z by the id of a call
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """Tells the policy's calls what a source says, and adds to each a reward `told`: the log-prob
-    of its tokens where its prompt tells z, less that where it does not, both before the update.
+    """Scores the policy's calls again with a text z of a source in their prompts, and adds to each
+    a reward `told`: the log-prob of its tokens with z minus that without, both before the update.
 
     source: "task:FIELD", "sibling", "error", "next" or "user". control: in place of z that of
     another task, a wrong one of the same task, or nothing (arXiv 2608.09228). against: a control
-    that takes the place of the untold prompt in the difference, so that what any text of this kind
-    changes cancels out (RLCSD, arXiv 2606.11709, here with one wrong text). least: the reward from
+    in place of the untold prompt in the difference, so that the effect of any text of this kind
+    cancels out (RLCSD, arXiv 2606.11709, here with one wrong text). least: the reward from
     which a rollout succeeded. failures_only: rollouts that succeeded, or whose reward is unknown,
     are told nothing. Calls that then exceed the context are left out, with a warning."""
 
@@ -113,8 +113,8 @@ class Telling:
         if not told:
             return groups
         before = self._before(groups, told, policy)
-        gap = _less(self.scored(groups, told, policy), before)
-        style = _less(self._style(groups, told, policy), before)
+        gap = _differences(self.scored(groups, told, policy), before)
+        style = _differences(self._style(groups, told, policy), before)
         return with_call_rewards(with_call_rewards(groups, TOLD, gap), STYLE, style)
 
     def calls(
@@ -150,24 +150,24 @@ class Telling:
     ) -> dict[str, float]:
         if self.against != "untold":
             return self.scored(groups, self.calls(groups, policy, self.against), policy)
-        own = map_calls(groups, lambda call: call if call.id in told else None)
-        return _totals(own, policy, self.outcome, "current", 1.0)
+        untold = map_calls(groups, lambda call: call if call.id in told else None)
+        return _totals(untold, policy, self.outcome, "current", 1.0)
 
     def _style(
         self, groups: list[Group], told: Mapping[str, Transition], policy: TrainedPolicy
     ) -> dict[str, float]:
-        """The log-probs of `STYLE_CALLS` of the told calls, told about another task: what any text
-        of this kind changes."""
+        """The log-probs of `STYLE_CALLS` of the told calls with the text of another task: the
+        effect of any text of this kind."""
         if self.control != "none" or self.against != "untold" or self.source == "user":
             return {}
         texts = self.texts(groups, policy.name, "unrelated")
-        some = {id: texts[id] for id in islice(told, STYLE_CALLS) if id in texts}
-        other = self._with_texts(groups, some, policy)
-        return self.scored(groups, other, policy) if other else {}
+        sample = {id: texts[id] for id in islice(told, STYLE_CALLS) if id in texts}
+        unrelated = self._with_texts(groups, sample, policy)
+        return self.scored(groups, unrelated, policy) if unrelated else {}
 
     def _evidence(self, groups: list[Group], policy: TrainedPolicy) -> dict[str, float]:
-        """See `told.Evidence`. What comes "next" or a user said is of one call, and of no success.
-        Nothing for controls, which are there to show what they change."""
+        """See `told.Evidence`. Empty for the sources "next" and "user", whose texts are of one call
+        and not of a success, and for controls, which are there to show their effect."""
         if self.control != "none" or self.against != "untold" or self.source in ("next", "user"):
             return {}
         texts_of_groups = [self._of_group(group, policy.name) for group in groups]
@@ -180,14 +180,14 @@ class Telling:
             if success is None or not told:
                 continue
             if self.source == "error":
-                instead = _of_others(number, groups, texts_of_groups).get(told[0])
+                wrong_text = _unrelated_texts(number, groups, texts_of_groups).get(told[0])
             else:
-                instead = transcript(failures[0], policy.name)
-            if instead:
+                wrong_text = transcript(failures[0], policy.name)
+            if wrong_text:
                 ids = [c.id for c in success.transitions if trainable(c, policy.name)]
                 measured.append(ids)
                 right.update(dict.fromkeys(ids, texts[told[0]]))
-                wrong.update(dict.fromkeys(ids, instead))
+                wrong.update(dict.fromkeys(ids, wrong_text))
         in_turn = filter(None, chain.from_iterable(zip_longest(*measured)))
         chosen = [*islice(in_turn, EVIDENCE_CALLS)]
 
@@ -220,10 +220,10 @@ class Telling:
         policy: TrainedPolicy,
     ) -> Tensor:
         """The log-probs of the tokens of told calls, float64 [N]; NaN for others."""
-        new, at, there = self._matched(batch, groups, told, policy.name)
+        new, batch_at, new_at = self._matched(batch, groups, told, policy.name)
         logprobs = torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
         if new.n_tokens:
-            logprobs[at] = _logprobs(new, policy, self.teacher).double()[there]
+            logprobs[batch_at] = _logprobs(new, policy, self.teacher).double()[new_at]
         return logprobs
 
     def told(
@@ -237,22 +237,22 @@ class Telling:
     ) -> tuple[Batch, Tensor, Tensor]:
         """The batch of the told calls; and of the tokens that it has in common with `batch`, the
         indices in `batch` and in it, int64 [n] each."""
-        changed = map_calls(groups, lambda call: told.get(call.id))
-        new = build_batch(changed, reward_names=(self.outcome,), policy=policy)
+        told_groups = map_calls(groups, lambda call: told.get(call.id))
+        new = build_batch(told_groups, reward_names=(self.outcome,), policy=policy)
         index = {id: number for number, id in enumerate(batch.transitions)}
         old_call = torch.tensor([index.get(id, -1) for id in new.transitions], dtype=torch.int64)
         calls = old_call[new.token_transition]  # of each new token, -1: not in `batch`
         # Tokens of a call keep their order, so sorting both by call pairs them.
-        there = calls.argsort(stable=True)
-        at = batch.token_transition.argsort(stable=True)
-        at = at[torch.isin(batch.token_transition[at], calls)]
-        return at_temperature(new, self.temperature), at, there[calls[there] >= 0]
+        new_at = calls.argsort(stable=True)
+        batch_at = batch.token_transition.argsort(stable=True)
+        batch_at = batch_at[torch.isin(batch.token_transition[batch_at], calls)]
+        return at_temperature(new, self.temperature), batch_at, new_at[calls[new_at] >= 0]
 
     # -- texts
 
     def texts(self, groups: Sequence[Group], policy: str, control: Control = "none") -> Texts:
         """z of each call that has one."""
-        own = [self._of_group(group, policy) for group in groups]
+        by_group = [self._of_group(group, policy) for group in groups]
         rows = [row for group in groups for row in group.rollouts]
         lacks = self.source.startswith("task:") and all(
             _field(row, self.source) is None for row in rows
@@ -263,12 +263,14 @@ class Telling:
                 "field; name one that the tasks have"
             )
         if control == "wrong":
-            return self._wrong(groups, own, policy)
+            return self._wrong(groups, by_group, policy)
         if control == "empty":
-            return {id: "" for each in own for id in each}
+            return {id: "" for texts in by_group for id in texts}
         if control == "unrelated":
-            own = [_of_others(number, groups, own) for number in range(len(own))]
-        return {id: text for each in own for id, text in each.items()}
+            by_group = [
+                _unrelated_texts(number, groups, by_group) for number in range(len(by_group))
+            ]
+        return {id: text for texts in by_group for id, text in texts.items()}
 
     def _of_group(self, group: Group, policy: str) -> Texts:
         return {
@@ -281,13 +283,13 @@ class Telling:
     def _of_rollout(self, group: Group, rollout: Rollout, policy: str) -> Iterator[tuple[str, str]]:
         calls = rollout.transitions
         if self.source == "user":
-            found = _reactions(rollout)
+            text_by_call = _reactions(rollout)
         elif self.source == "next":
-            found = {n: _observed_after(call, calls) for n, call in enumerate(calls)}
+            text_by_call = {n: _observed_after(call, calls) for n, call in enumerate(calls)}
         else:
             text = self._of_whole(group, rollout, policy)
-            found = dict.fromkeys(range(len(calls)), text)
-        for number, text in found.items():
+            text_by_call = dict.fromkeys(range(len(calls)), text)
+        for number, text in text_by_call.items():
             call = calls[number]
             if text and trainable(call, policy) and call.repeats is None and len(call.completion):
                 yield call.id, text
@@ -300,32 +302,32 @@ class Telling:
             return "" if best is None else transcript(best, policy)
         if self.source == "error":
             return error_of(rollout, self.outcome) if not self.succeeded(rollout) else ""
-        found = _field(rollout, self.source)
-        if found is None or isinstance(found, str):
-            return found or ""
-        return msgspec.json.encode(found).decode()
+        value = _field(rollout, self.source)
+        if value is None or isinstance(value, str):
+            return value or ""
+        return msgspec.json.encode(value).decode()
 
     def _wrong(self, groups: Sequence[Group], texts: Sequence[Texts], policy: str) -> Texts:
         """A failed sibling's calls; where z is of one call, that of another call of the group."""
-        found: Texts = {}
-        for group, own in zip(groups, texts, strict=True):
+        wrong_texts: Texts = {}
+        for group, by_call in zip(groups, texts, strict=True):
             for rollout in group.rollouts:
                 failed = [
                     row for row in _played(group) if row.id != rollout.id and self.failed(row)
                 ]
                 wrong = transcript(failed[0], policy) if failed else ""
-                for id in (call.id for call in rollout.transitions if call.id in own):
+                for id in (call.id for call in rollout.transitions if call.id in by_call):
                     if self.source in ("next", "error", "user"):
-                        wrong = next((text for text in own.values() if text != own[id]), "")
+                        wrong = next((text for text in by_call.values() if text != by_call[id]), "")
                     if wrong:
-                        found[id] = wrong
-        return found
+                        wrong_texts[id] = wrong
+        return wrong_texts
 
     def succeeded(self, rollout: Rollout) -> bool:
         return self._reward(rollout) >= self.least
 
     def failed(self, rollout: Rollout) -> bool:
-        """Not one whose reward is unknown."""
+        """False if the reward is unknown."""
         return self._reward(rollout) < self.least
 
     def _reward(self, rollout: Rollout) -> float:
@@ -337,12 +339,12 @@ class Telling:
         self, groups: Sequence[Group], texts: Texts, policy: TrainedPolicy
     ) -> dict[str, Transition]:
         """The calls with their texts; without those that then cannot be scored."""
-        found = (
+        told_calls = (
             self._with_text(call, texts[call.id], policy)
             for call in _calls(groups)
             if call.id in texts
         )
-        return {call.id: call for call in found if call is not None}
+        return {call.id: call for call in told_calls if call is not None}
 
     def _with_text(self, call: Transition, text: str, policy: TrainedPolicy) -> Transition | None:
         place = _after_the_question if self.source == "user" else self._before_task
@@ -359,8 +361,8 @@ class Telling:
     def _before_task(self, call: Transition, text: str) -> list[dict[str, Json]] | None:
         kind = self.source.partition(":")[0]
         z = (self.template or TEMPLATES[kind]).replace("{text}", text)
-        every = enumerate(call.messages)
-        at = next((n for n, m in every if m.get("role") not in ("system", "developer")), None)
+        numbered = enumerate(call.messages)
+        at = next((n for n, m in numbered if m.get("role") not in ("system", "developer")), None)
         if at is None:
             return None
         content: Any = call.messages[at].get("content")
@@ -372,18 +374,18 @@ class Telling:
         return [*call.messages[:at], changed, *call.messages[at + 1 :]]
 
     def _log_start(self, texts: Texts, told: Mapping[str, Transition]) -> None:
-        """Log, each once in a process: that nothing is told, that calls with a text are told
-        nothing, and how much of z stands in the answers."""
+        """Log, each once per process: that nothing is told, that calls with a text are left out,
+        and how much of z appears in the answers."""
         left_out = len(texts) - len(told)
-        if left_out and self._first("left out"):
+        if left_out and self._first_time("left out"):
             log.warning(
                 "+told: %d of %d calls are told nothing: with the text their prompt exceeds the "
                 "context or cannot be rendered", left_out, len(texts),
             )  # fmt: skip
-        if not texts and self._first("nothing"):
-            log_phase(log, f"+told: nothing is told in this step: {self._lacks()}")
+        if not texts and self._first_time("nothing"):
+            log_phase(log, f"+told: nothing is told in this step: {self._why_untold()}")
         shares = [leakage(texts[id], call) for id, call in told.items() if texts[id]]
-        if shares and self._first("leakage"):
+        if shares and self._first_time("leakage"):
             words = sum(len(texts[id].split()) for id in told) / len(told)
             share = sum(shares) / len(shares)
             log_phase(
@@ -392,7 +394,7 @@ class Telling:
                 f"{words:.0f} words each; {share:.0%} of these stand in their answers",
             )
 
-    def _lacks(self) -> str:
+    def _why_untold(self) -> str:
         """Why no call has a z."""
         row, reward = "failure" if self.failures_only else "rollout", f"a reward >= {self.least:g}"
         return {
@@ -405,7 +407,7 @@ class Telling:
             f", or what control {self.control!r} tells instead" if self.control != "none" else ""
         )
 
-    def _first(self, line: str) -> bool:
+    def _first_time(self, line: str) -> bool:
         new = (self, line) not in _logged
         _logged.add((self, line))
         return new
@@ -415,7 +417,7 @@ _logged: set[tuple[Telling, str]] = set()
 
 
 def leakage(text: str, call: Transition) -> float:
-    """The share of the words of z that stand in the answer of a call."""
+    """The share of the words of z that appear in the answer of a call."""
     words, answer = WORD.findall(text), set(WORD.findall(answer_text(call)))
     return sum(word in answer for word in words) / len(words) if words else 0.0
 
@@ -433,7 +435,7 @@ def answer_text(call: Transition) -> str:
     """A call's answer, with the JSON of its tool calls."""
     answer = call.answer or {}
     tools: Any = answer.get("tool_calls") or []
-    named = [each.get("function") for each in tools if isinstance(each, dict)]
+    named = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     called = [msgspec.json.encode(function).decode() for function in named]
     return "\n".join(filter(None, [_content(answer), *called]))
 
@@ -446,7 +448,7 @@ def error_of(rollout: Rollout, outcome: str) -> str:
 
 
 def _observed_after(call: Transition, calls: Sequence[Transition]) -> str:
-    """What the next call of the same conversation saw since."""
+    """What the next call of the same conversation observed after this one."""
     size = len(call.messages) + 1
     for later in calls:
         grown = later.role == call.role and len(later.messages) > size
@@ -484,16 +486,16 @@ def _after_the_question(call: Transition, text: str) -> list[dict[str, Json]] | 
     return messages
 
 
-def _of_others(number: int, groups: Sequence[Group], own: Sequence[Texts]) -> Texts:
-    """For each call of a group a text of the next group of another task that has another one."""
+def _unrelated_texts(number: int, groups: Sequence[Group], by_group: Sequence[Texts]) -> Texts:
+    """For each call of a group, a different text from the next groups with another task."""
     tasks = [next((row.task for row in group.rollouts), None) for group in groups]
-    order = [*range(number + 1, len(own)), *range(number)]
-    others = [own[n] for n in order if tasks[n] != tasks[number]]
-    rest = list(dict.fromkeys(text for each in others for text in each.values()))
+    order = [*range(number + 1, len(by_group)), *range(number)]
+    others = [by_group[n] for n in order if tasks[n] != tasks[number]]
+    candidates = list(dict.fromkeys(text for texts in others for text in texts.values()))
     return {
         id: other
-        for id, text in own[number].items()
-        if (other := next((one for one in rest if one != text), ""))
+        for id, text in by_group[number].items()
+        if (other := next((candidate for candidate in candidates if candidate != text), ""))
     }
 
 
@@ -511,16 +513,16 @@ def _calls(groups: Sequence[Group]) -> Iterator[Transition]:
 
 
 def _played(group: Group) -> list[Rollout]:
-    """Its rollouts without the replays that leave out a role."""
+    """Its rollouts, without counterfactual replays."""
     return [row for row in group.rollouts if not counterfactual(row)]
 
 
 def _field(rollout: Rollout, source: str) -> Json:
     """The field of a task that "task:FIELD" names; dots separate levels."""
-    found: Json = rollout.task
+    value: Json = rollout.task
     for name in source.removeprefix("task:").split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _content(message: Mapping[str, Json]) -> str:
@@ -530,7 +532,7 @@ def _content(message: Mapping[str, Json]) -> str:
         return ""
 
 
-def _less(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+def _differences(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """The differences of the calls that both have."""
     return {id: after[id] - before[id] for id in after if id in before}
 
@@ -617,14 +619,14 @@ def with_told(
         return replace(told, credit=ToldScale(algo.credit, share, band, by_token))
     if use == "belief":
         return replace(told, credit=ToldBelief(algo.credit, share, band, least, outcome))
-    own = (algo.credit, ToldShare(share) if share != 1 else 1.0)
+    host = (algo.credit, ToldShare(share) if share != 1 else 1.0)
     if top:
         return replace(
             told,
-            credit=weighted_sum(own),
+            credit=weighted_sum(host),
             distill=TopKDistillation(top, beta, of, told=True),
         )
-    return replace(told, credit=weighted_sum(own, (ToldCredit(limit), beta)))
+    return replace(told, credit=weighted_sum(host, (ToldCredit(limit), beta)))
 
 
 def _check(

@@ -38,10 +38,11 @@ class PolicyServers:
         """bases: the loaded models, with their adapters. Raises PolicyError for a model that cannot
         be served."""
         engine = config.engine
-        if len(bases) > 1 and engine.one_model:
+        setting = engine.single_model_setting
+        if len(bases) > 1 and setting:
             raise PolicyError(
-                f"{engine.one_model} serve one model, and the policies have {len(bases)}; "
-                f"make them adapters of one (policies.NAME.lora), or remove {engine.one_model}"
+                f"{setting} serve one model, and the policies have {len(bases)}; make them adapters"
+                f" of one (policies.NAME.lora), or remove {setting}"
             )
         self._config = config
         self._servers: dict[str, PolicyServer] = {}  # policy -> its server
@@ -258,5 +259,5 @@ def policy_server(
         )
     factory = engine_factory(config)
     server: PolicyServer = factory(config, model, tokenizer, adapters, name)
-    check_protocol(server, PolicyServer, by=factory, key="engine.kind")
+    check_protocol(server, PolicyServer, source=factory, key="engine.kind")
     return server

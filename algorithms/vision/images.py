@@ -143,8 +143,8 @@ class Catalogue:
                 size, patches, places, extent = self._shape(self._read(digest, body))
                 if len(self) + size > MAX_EMBEDDINGS:
                     raise ImageError(
-                        f"this process has seen images with {len(self)} visual embeddings, and can "
-                        "tell no more apart; start it again, which continues from its checkpoint"
+                        f"this process has seen images with {len(self)} visual embeddings, the "
+                        "most that it can number; start it again to continue from its checkpoint"
                     )
                 self._by_digest[digest] = image = CatalogueImage(
                     digest, len(self), size, patches, places, extent
@@ -155,7 +155,7 @@ class Catalogue:
 
     def pixels(self, digest: str) -> Pixels:
         """Pixel values of an image with a cached file or cached pixels. Raises ImageError
-        otherwise."""
+        for others."""
         with self._lock:
             if digest in self._pixels:
                 return self._pixels.use(digest)
@@ -261,7 +261,7 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def rotary_steps(ids: Ids, images: Sequence[CatalogueImage]) -> tuple[Ids, Ids]:
-    """For each id its position within its image [axes, N], and by how much it advances the rotary
+    """For each id its position within its image [axes, N], and how far it advances the rotary
     position of the next id [N]: 1 for text; for an image at its last embedding. images: `of` the
     ids."""
     axes = len(images[0].places) if images else 1
@@ -282,8 +282,9 @@ def positions(ids: Ids, images: Sequence[CatalogueImage], end: Ids | None = None
     places, steps = rotary_steps(ids, images)
     if end is None:
         before = np.cumsum(steps) - steps
-    # The sum over a node's ancestors: each is added at its node and subtracted after its subtree.
     else:
+        # The sum over a node's ancestors: each is added at its node and subtracted after its
+        # subtree.
         change = np.append(steps, 0)
         np.subtract.at(change, end, steps)
         before = np.cumsum(change)[:-1] - steps

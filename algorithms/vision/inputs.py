@@ -80,7 +80,7 @@ def check_version(what: str) -> None:
     """Raise PolicyError about `what` if transformers cannot compute image-text models."""
     if Version(transformers.__version__) < Version(MIN_TRANSFORMERS):
         raise PolicyError(
-            f"{what}: models that look need transformers {MIN_TRANSFORMERS} or newer, not "
+            f"{what}: image-text models need transformers {MIN_TRANSFORMERS} or newer, not "
             f"{transformers.__version__}; {install_command('vision', ' -U')}"
         )
 
@@ -129,7 +129,7 @@ class Llava:
 
     @property
     def counts(self) -> tuple[object, ...]:
-        """The key on which `shape` depends besides the pixels."""
+        """What `shape` depends on besides the pixels."""
         config = self.network.config
         return "llava", config.vision_config.patch_size, config.vision_feature_select_strategy
 
@@ -214,7 +214,7 @@ REASONS = {
     "paligemma": "in which a prompt attends in both directions",
     "qwen3_5": "with layers of linear attention, along whose branches nothing can be packed",
     "qwen3_5_moe": "with layers of linear attention, along whose branches nothing can be packed",
-    "mllama": "in which text attends to images across, not among its own tokens",
+    "mllama": "in which text attends to images by cross-attention, not among its own tokens",
 }
 
 
@@ -295,7 +295,7 @@ class ImageInputs:
         return decoder
 
     def keeps(self, digest: str) -> bool:
-        """Whether the learner needs the file of an image no more."""
+        """Whether the learner no longer needs the file of an image."""
         return not self.trained and digest in self.learned
 
     def encode(self, images: Sequence[CatalogueImage]) -> list[Tensor]:
@@ -334,15 +334,14 @@ class ImageInputs:
         (directory / "processor_config.json").write_text(json.dumps(self.kind.processor))
 
     def chat(self, tokenizer: Any, codec: Codec) -> Chat:
-
         if not self.sees:
             return Chat(tokenizer, codec)
         return ImageTextChat(tokenizer, codec, self)
 
     async def fetch(self, store: Store, run: str, calls: Iterable[Transition]) -> None:
         named = dict.fromkeys(digest for call in calls for digest in call.images)
-        wanted = [digest for digest in named if not self.keeps(digest)]
-        files = await files_of(store, run, wanted)
+        needed = [digest for digest in named if not self.keeps(digest)]
+        files = await files_of(store, run, needed)
         self.catalogue.need(files)
         for digest, body in files.items():
             if self.catalogue.find(digest) is None:
@@ -351,8 +350,8 @@ class ImageInputs:
                     await asyncio.to_thread(self.catalogue.add, body, digest)
 
     def check(self, model: Module) -> str:
-        theirs = inputs_of(model)
-        if isinstance(theirs, ImageInputs) and theirs.catalogue is self.catalogue:
+        other_inputs = inputs_of(model)
+        if isinstance(other_inputs, ImageInputs) and other_inputs.catalogue is self.catalogue:
             return ""
         return (
             "it does not read images as the policy does; choose a model of the same class with the "
@@ -369,7 +368,6 @@ class ImageInputs:
         return [{"role": "user", "content": parts}]
 
     def prompt(self, tokenizer: Any) -> list[int]:
-
         if not self.sees:
             return []
         messages = self.probe()
@@ -380,14 +378,13 @@ class ImageInputs:
             raise PolicyError(f"policy.vision: {error}") from None
 
     def read(self, prompt: Sequence[int], messages: Sequence[dict[str, Json]]) -> list[int]:
-
         tokens = np.array(prompt, np.int32)
         placeholders = np.flatnonzero(tokens == int(self.model.config.image_token_id))
         try:
             images = [self.catalogue.add(body) for body in image_files(messages)]
             ids: list[int] = placed(tokens, placeholders, images).tolist()
         except ImageError as error:
-            raise PolicyError(f"the policy server sees images otherwise: {error}") from None
+            raise PolicyError(f"the policy server reads images differently: {error}") from None
         return ids
 
     def _embedded(
@@ -441,7 +438,7 @@ def name_as_hub(model: Any) -> None:
 
 @cache
 def _picture() -> StoredImage:
-    """A picture with which other sizes, channels, directions or resampling give other values."""
+    """A picture whose values change with size, channels, direction or resampling."""
     from PIL import Image
 
     wide, high = PROBE_SIZE
@@ -514,13 +511,13 @@ class ImageTextChat(Chat):
         named = [url.removeprefix(SCHEME) for url in urls if url.startswith(SCHEME)]
         missing = [digest for digest in named if catalogue.find(digest) is None]
         # A known image may have to be encoded again after its embeddings were dropped.
-        gone = [d for d in named if d not in self._encoder.served and catalogue.file(d) is None]
-        wanted = list(dict.fromkeys([*missing, *gone]))
-        files = dict(await self._encoder.source(wanted)) if wanted and self._encoder.source else {}
+        dropped = [d for d in named if d not in self._encoder.served and catalogue.file(d) is None]
+        needed = list(dict.fromkeys([*missing, *dropped]))
+        files = dict(await self._encoder.source(needed)) if needed and self._encoder.source else {}
         files |= await asyncio.to_thread(_files_in, urls)
-        if lost := [digest for digest in wanted if digest not in files]:
+        if unknown := [digest for digest in needed if digest not in files]:
             raise RequestError(
-                f"image {lost[0][:12]} is not in the store of this run; send it as a data URL",
+                f"image {unknown[0][:12]} is not in the store of this run; send it as a data URL",
                 param="messages",
             )
         try:

@@ -1,7 +1,7 @@
 """Anthropic's Messages API on top of chat completions.
 
 Text, images, client tools, parallel calls, thinking and structured output are translated. Tools
-that run on Anthropic's servers are dropped; documents and prefilled answers are refused.
+that run on Anthropic's servers are dropped; documents and prefilled answers are rejected.
 Source: https://docs.anthropic.com/en/api/messages
 """
 
@@ -85,8 +85,8 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
         _add(turns, message, f"messages[{index}]")
     chat["messages"] = turns.messages
     if chat["messages"][-1]["role"] == "assistant":
-        why = "the last message is the assistant's; prefilling an answer is not supported"
-        raise UntranslatableError("messages", why)
+        reason = "the last message is the assistant's; prefilling an answer is not supported"
+        raise UntranslatableError("messages", reason)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     for index, edit in enumerate((body.get("context_management") or {}).get("edits") or ()):
@@ -103,8 +103,8 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
-    if wanted := config.get("format"):
-        schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
+    if output_format := config.get("format"):
+        schema = {"name": "answer", "schema": output_format.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     choice = body.get("tool_choice") or {}
     if not tools and choice.get("type") in ("auto", "none"):
@@ -121,11 +121,13 @@ def _with_thread(body: Body, memory: ConversationMemory) -> Body:
     previous = thread.get("previous_message_id")
     if thread.get("type") != "continue" or not isinstance(previous, str):
         raise common.impossible("thread", f"{thread!r:.80}")
-    if again := [name for name in KEPT if body.get(name)]:
-        raise common.impossible(again[0], "a change of what the thread was created with")
+    if repeated := [name for name in KEPT if body.get(name)]:
+        raise common.impossible(repeated[0], "a change of what the thread was created with")
     if previous not in memory.kept["threads"]:
-        why = f"{previous!r:.80} is not a message of a thread of this attempt"
-        raise UntranslatableError("thread.previous_message_id", why, status=404, code=THREAD_LOST)
+        reason = f"{previous!r:.80} is not a message of a thread of this attempt"
+        raise UntranslatableError(
+            "thread.previous_message_id", reason, status=404, code=THREAD_LOST
+        )
     earlier: Body = memory.kept["threads"][previous]
     added = base.objects(body.get("messages"), "messages")
     return body | earlier | {"messages": [*earlier["messages"], *added]}
@@ -180,8 +182,8 @@ def _hosted(tool: Body) -> bool:
 
 def _tool(tool: Body, index: int) -> Body:
     if tool.get("type") not in (None, "custom"):
-        why = f"{tool['type']!r:.80} is not possible behind this gateway; only custom tools are"
-        raise UntranslatableError(f"tools[{index}].type", why)
+        reason = f"{tool['type']!r:.80} is not possible behind this gateway; only custom tools are"
+        raise UntranslatableError(f"tools[{index}].type", reason)
     function: Body = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
     function["parameters"] = tool.get("input_schema")
     return {"type": "function", "function": function}
@@ -285,8 +287,8 @@ def _text(content: Json, where: str) -> str:
     text = ""
     for index, block in enumerate(base.objects(content, where)):
         if block.get("type") != "text":
-            why = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
-            raise UntranslatableError(f"{where}[{index}]", why)
+            reason = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
+            raise UntranslatableError(f"{where}[{index}]", reason)
         text += base.text(block.get("text"), f"{where}[{index}]")
     return text
 

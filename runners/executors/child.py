@@ -18,17 +18,13 @@ from agentrl.core.errors import AgentRLError, ConfigError
 from agentrl.core.processes import DaemonThreads, freeze_loaded
 from agentrl.core.types import ErrorKind, Json
 from agentrl.core.user_code import UserCodeLoop
-from agentrl.runners.executors import (
-    ExecutionResult,
-)
+from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_apart
 from agentrl.runners.executors.supervisor import HEADER, run_template
 from agentrl.runners.scoring import failure_of
 from agentrl.runners.tracing import core as tracing
 
 T = TypeVar("T")
-
-
 ADDRESSES = ("_PROXY", "_BASE_URL", "_API_BASE", "_API_KEY")  # ends of names of variables
 
 
@@ -72,13 +68,13 @@ def pack(
 async def read(
     stream: asyncio.StreamReader,
     kind: type[T],
-    most: int = 2**32,
+    max_bytes: int = 2**32,
     decode: Callable[..., T] = msgspec.json.decode,
 ) -> T:
     """Read the next message, a `kind`. Raises IncompleteReadError at the end of the stream, and
-    ConnectionError if the message has more than `most` bytes or another type."""
+    ConnectionError if the message has more than `max_bytes` bytes or another type."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
-    if size > most:
+    if size > max_bytes:
         raise ConnectionError(f"a message of {size} bytes")
     try:
         return decode(await stream.readexactly(size), type=kind)
@@ -95,10 +91,10 @@ def main(settings: WorkerSettings, fd: int) -> int:
     try:
         loaded = _load(settings)
         # Native thread pools survive a fork, Python threads do not.
-        if others := [thread.name for thread in threading.enumerate()[1:]]:
+        if threads := [thread.name for thread in threading.enumerate()[1:]]:
             raise ConfigError(
                 f"agent.path = {settings.path!r}: importing it started the threads"
-                f" {', '.join(others)}, which do not exist in forked processes; set"
+                f" {', '.join(threads)}, which do not exist in forked processes; set"
                 " runner.pool.start = 'spawn'"
             )
     except AgentRLError as error:
@@ -109,7 +105,7 @@ def main(settings: WorkerSettings, fd: int) -> int:
             raise problem
         return as_agent(loaded)  # after the fork: connections cannot be shared by processes
 
-    freeze_loaded()  # keeps its memory shared between the processes
+    freeze_loaded()  # so that forked processes share its memory
     run_template(socket.socket(fileno=fd), lambda channel: _run_loop(serve(channel, build)))
     return 0
 

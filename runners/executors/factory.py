@@ -69,7 +69,7 @@ def make_executor(
 ) -> Executor:
     """Create the run's executor. `agent`: an object or "file.py:name" that replaces the run file's
     agent. `gateway`: base URL for agents on this machine. `runner`: this runner's name. `given`:
-    of an environment or harness, for the run file's agent.
+    the executor of an environment or harness, for the run file's agent.
 
     Raises ConfigError or AgentError if agent and executor do not fit."""
     settings = config.runner
@@ -113,7 +113,7 @@ def _plugin(
     elif agent is not None:
         raise ConfigError(f"{KEY} = {config.runner.executor!r}: give the agent in the run file")
     executor = make(config, root, gateway, runner)
-    check_protocol(executor, Executor, by=make, key=KEY)
+    check_protocol(executor, Executor, source=make, key=KEY)
     for name in ("sealed", "limit"):
         if not hasattr(executor, name):
             raise ConfigError(f"{KEY}: {where(make)} returned an executor without {name!r}")
@@ -135,5 +135,5 @@ def _refuse_network(config: RunConfig) -> None:
     if not is_loopback(config.runner.host):
         raise ConfigError(
             f"runner.host = {config.runner.host!r}: with {KEY} = {config.runner.executor!r} agents"
-            " have no key of their own, so the gateway may listen to this machine only"
+            " have no key of their own, so the gateway may serve this machine only"
         )

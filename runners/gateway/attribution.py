@@ -29,7 +29,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
-from agentrl.core.http import bearer, given_key, read_body
+from agentrl.core.http import bearer, read_body, request_key
 from agentrl.core.types import LOOPS, Attempt, Sampling, Transition
 from agentrl.runners.apis.base import Dialect
 from agentrl.runners.apis.chat import ConversationMemory
@@ -369,7 +369,7 @@ class AttemptRegistry:
     ) -> ActiveAttempt:
         """Return the attempt of a request."""
         # An OpenTelemetry client may send its environment's header still percent-encoded.
-        api_key = bearer(unquote(given_key(headers)))  # an attempt's secret key, or its id
+        api_key = bearer(unquote(request_key(headers)))  # an attempt's secret key, or its id
         if api_key in self._keys:
             active = self._keys[api_key]
             other_trace = trace != active.id and (trace in self._active or trace in self._ended)

@@ -45,16 +45,18 @@ def enqueue(
     added: Counter[str] = Counter()
     groups = {rollout.group: rollout for rollout in rollouts}
     states = _open_groups(tx, groups)
-    sent = []
+    inserts = []
     for rollout in rollouts:
         first = groups[rollout.group]
-        same = (rollout.run, rollout.purpose, rollout.candidate)
-        if same != (first.run, first.purpose, first.candidate):
+        identity = (rollout.run, rollout.purpose, rollout.candidate)
+        if identity != (first.run, first.purpose, first.candidate):
             raise Invalid(
                 f"Group {rollout.group!r} mixes runs, purposes or candidates: give each its own."
             )
-        sent.append((rollout, tx.conn.execute(SQL["enqueue"], rows.new_rollout_columns(rollout))))
-    for rollout, inserted in sent:
+        inserts.append(
+            (rollout, tx.conn.execute(SQL["enqueue"], rows.new_rollout_columns(rollout)))
+        )
+    for rollout, inserted in inserts:
         if inserted.rowcount:
             added[rollout.group] += 1
         else:
@@ -148,10 +150,10 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
         row = tx.conn.execute(SQL["cancellable"], (rollout,)).fetchone()
         if row is None:
             continue
-        was = types.RolloutState(row["state"])
-        if was is types.RolloutState.RUNNING:
+        previous = types.RolloutState(row["state"])
+        if previous is types.RolloutState.RUNNING:
             _end_attempt(tx, row, types.AttemptState.CANCELLED, CANCELLED)
-        _end_rollout(tx, row, types.RolloutState.CANCELLED, CANCELLED, was=was)
+        _end_rollout(tx, row, types.RolloutState.CANCELLED, CANCELLED, previous=previous)
         cancelled += 1
     return cancelled
 
@@ -251,11 +253,11 @@ def _count_suspects(conn: Connection, runner: str) -> int:
 def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
     """End an attempt whose lease expired while its runner held `together` rollouts."""
     runner = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
-    most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
+    max_together = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
         message = (
             f"{runner} stopped responding while running {together} rollouts: this one is "
-            f"tried again among at most {most}, and this does not count as an attempt."
+            f"tried again among at most {max_together}, and this does not count as an attempt."
         )
     else:
         message = (
@@ -274,9 +276,9 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
     lost = types.Failure(kind=kind, message=message)
     _end_attempt(tx, row, types.AttemptState.EXPIRED, lost)
     if together > 1:
-        _requeue(tx, row, "requeue_free", together=most)
+        _requeue(tx, row, "requeue_free", together=max_together)
     elif row["attempts"] < row["max_attempts"]:
-        _requeue(tx, row, "requeue", together=most)
+        _requeue(tx, row, "requeue", together=max_together)
     else:
         _end_rollout(tx, row, types.RolloutState.FAILED, lost)
 
@@ -285,13 +287,13 @@ def _open_groups(tx: Transaction, members: Mapping[str, types.NewRollout]) -> di
     """Create missing groups and return the state of each. `members`: one rollout of each group."""
     for run in {member.run for member in members.values()}:
         runs.find_run(tx.conn, run)
-    sent = []
+    queries = []
     for group, member in members.items():
         columns = {"group": group, "run": member.run, "step": member.step}
         created = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
-        sent.append((member, created, tx.conn.ask(SQL["group"], (group,))))
+        queries.append((member, created, tx.conn.ask(SQL["group"], (group,))))
     states = {}
-    for member, created, group_row in sent:
+    for member, created, group_row in queries:
         if created.rowcount and member.purpose is types.Purpose.TRAIN:
             tx.add_counts(member.run, groups_open=1)
         if member.candidate is not None:
@@ -389,7 +391,7 @@ def _end_rollout(
     failure: types.Failure | None,
     result: str | None = None,
     *,
-    was: types.RolloutState = types.RolloutState.RUNNING,
+    previous: types.RolloutState = types.RolloutState.RUNNING,
 ) -> None:
     columns = {
         "id": row["id"],
@@ -400,5 +402,5 @@ def _end_rollout(
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
     # If it was a suspect, its runner may claim more now.
     tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
-    tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
+    tx.add_counts(row["run_id"], **{previous.value: -1, state.value: 1})
     tx.ended[row["run_id"], row["group_id"]] += 1

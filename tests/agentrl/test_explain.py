@@ -410,7 +410,7 @@ async def test_a_chain_that_does_not_lead_to_what_was_used_says_so(tmp_path: Pat
         await run.store.open_run("r", msgspec.to_builtins(config))
     text = "\n".join(await lines_of(url, "a/0"))
     assert "the step used advantage 0.7071" in text
-    assert "and the chain above comes to 1" in text
+    assert "but the chain above results in 1" in text
 
 
 class Lengths:

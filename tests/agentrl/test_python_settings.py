@@ -13,7 +13,7 @@ from rich.console import Console
 from agentrl import Trainer, measured, trainer
 from agentrl.core.config import RunConfig, derived, resolve
 from agentrl.core.config.learning import WarmupConfig
-from agentrl.core.config.run_file import given
+from agentrl.core.config.run_file import trainer_arguments
 from agentrl.core.errors import ConfigError
 from agentrl.core.loading import load_tasks
 
@@ -25,7 +25,7 @@ PATHS = set(derived._paths(RunConfig)) - {"role_rules"}
 
 
 def tables_of(**settings: Any) -> dict[str, Any]:
-    return Trainer(**settings).given.tables
+    return Trainer(**settings).arguments.tables
 
 
 def test_every_setting_arrives_where_a_run_file_has_it() -> None:
@@ -57,11 +57,13 @@ def test_a_dict_is_the_table_and_anything_else_its_first_setting(tmp_path: Path)
     more = {"policy": "m", "policy.lora": {"rank": 8}, "policy.lora.alpha": 16.0}
     assert tables_of(**more) == {"policy": {"model": "m", "lora": {"rank": 8, "alpha": 16.0}}}
 
-    made = given({"agent": {"path": print, "max_calls": 3}, "verifier": len}, [{"input": "a"}], {})
+    made = trainer_arguments(
+        {"agent": {"path": print, "max_calls": 3}, "verifier": len}, [{"input": "a"}], {}
+    )
     assert made.tables == {"agent": {"max_calls": 3}, "verifier": {}, "tasks": {}}
     assert (made.agent, made.verifier, made.heldout) == (print, len, [{"input": "a"}])
     tasks = {"train": [{"input": "b"}], "columns": {"answer": "a"}}
-    made = given({"tasks": tasks}, "held.jsonl", {})
+    made = trainer_arguments({"tasks": tasks}, "held.jsonl", {})
     assert made.tables == {"tasks": {"columns": {"answer": "a"}, "heldout": "held.jsonl"}}
     assert made.train == [{"input": "b"}]
 
@@ -137,7 +139,7 @@ async def test_an_adapter_and_its_learning_rate_are_one_choice(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
     write_measured(tmp_path)
-    chosen, _ = await completed(given({"policy": "m"}, "", said).tables, tmp_path)
+    chosen, _ = await completed(trainer_arguments({"policy": "m"}, "", said).tables, tmp_path)
     assert chosen.keys() == measured.SETTINGS.keys() - measured.ADAPTER
 
 
@@ -171,7 +173,9 @@ async def test_the_rollouts_of_a_step_are_those_that_are_decoded_together(
 ) -> None:
     """As `agentrl init --model` has it; no step has fewer than four tasks."""
     write_measured(tmp_path, concurrency=32)
-    tables = given({"policy": "m"}, "", {} if size is None else {"algorithm.group_size": size})
+    tables = trainer_arguments(
+        {"policy": "m"}, "", {} if size is None else {"algorithm.group_size": size}
+    )
     chosen, _ = await completed(tables.tables, tmp_path)
     assert chosen["algorithm.groups"] == groups
     console = Console(file=io.StringIO())
@@ -191,7 +195,10 @@ async def test_the_rollouts_of_a_step_are_those_that_are_decoded_together(
 async def test_what_other_machines_or_several_policies_do_is_not_measured(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
-    assert await completed(given({"policy": "m"}, "", said).tables, tmp_path) == ({}, "")
+    assert await completed(trainer_arguments({"policy": "m"}, "", said).tables, tmp_path) == (
+        {},
+        "",
+    )
 
 
 async def test_a_model_that_cannot_be_measured_is_said(tmp_path: Path) -> None:

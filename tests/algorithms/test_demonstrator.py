@@ -163,7 +163,7 @@ def agent(text):
         ([*SCRIPT, "--out", "demos.parquet"], "[warmup] reads .jsonl"),
         ([*SCRIPT, "--tasks", "more.jsonl"], "cannot read the task file"),
         ([*SCRIPT, "tasks.heldout=", "--tasks", "heldout"], "tasks.heldout is missing"),
-        ([*SCRIPT, "upstreams.demonstrator.text=x"], "has the name of what answers here"),
+        ([*SCRIPT, "upstreams.demonstrator.text=x"], "has the name of the demonstrator"),
         (["--script", "teacher.py:broken", "--count", "2"], "raised KeyError: 'nothing' ("),
     ],
 )

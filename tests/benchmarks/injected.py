@@ -42,7 +42,7 @@ from aiohttp import web
 from agentrl.algorithms import judges
 from agentrl.algorithms.judges import JudgeClient
 from agentrl.core.config import resolve
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.config.rewards import PointwiseJudge, PrincipleJudge
 from agentrl.core.errors import AgentRLError
 from agentrl.core.types import NewRollout
@@ -182,7 +182,7 @@ async def own(folder: Path) -> Ends:
     (folder / "file.py").write_text(textwrap.dedent(FILE))
     found: Ends = {}
     for name, class_, places, tables in cases():
-        named = Named.read(f"file.py:{class_}:x", {}, folder)
+        named = EnvironmentName.read(f"file.py:{class_}:x", {}, folder)
         known = {"verifier": {"path": named.part("verifier"), "range": [-1.0, 1.0]}} | tables
         task = hosted.tasks(named, "train")[0]
         # One that is apart starts a process, and another after each that was ended.

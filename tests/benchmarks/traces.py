@@ -37,24 +37,24 @@ Row = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 
 
-def conversation(drawn: random.Random) -> list[Row]:
+def conversation(rng: random.Random) -> list[Row]:
     """A question, one to three calls of a tool with their results, and an answer."""
     words = ["rug", "Ä ö", 'say "so"', "a\nb", "{}", "1.0", "\u2028", "<b>", "x" * 40, ""]
-    found: list[Row] = [{"role": "user", "content": f"question {drawn.random()}"}]
-    for number in range(drawn.randint(1, 3)):
+    messages: list[Row] = [{"role": "user", "content": f"question {rng.random()}"}]
+    for number in range(rng.randint(1, 3)):
         arguments = {
-            "text": drawn.choice(words),
-            "n": drawn.randint(-5, 10**12),
+            "text": rng.choice(words),
+            "n": rng.randint(-5, 10**12),
             "deep": [{"a": None}],
-            "share": drawn.random(),
-            "on": drawn.random() < 0.5,
+            "share": rng.random(),
+            "on": rng.random() < 0.5,
         }
-        id = f"call_{number}_{drawn.randrange(10**9)}"
+        id = f"call_{number}_{rng.randrange(10**9)}"
         function = {"name": "find", "arguments": json.dumps(arguments, ensure_ascii=False)}
         call = {"id": id, "type": "function", "function": function}
-        found.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        found.append({"role": "tool", "tool_call_id": id, "content": drawn.choice(words) or "-"})
-    return [*found, {"role": "assistant", "content": f"answer {drawn.random()}"}]
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": id, "content": rng.choice(words) or "-"})
+    return [*messages, {"role": "assistant", "content": f"answer {rng.random()}"}]
 
 
 def rendered(messages: list[Row]) -> list[str]:
@@ -76,8 +76,8 @@ def codex(id: str, messages: list[Row]) -> Iterator[Row]:
     yield {"type": "session_meta", "payload": {"id": id, "cli_version": "0.171.0"}}
     for message in messages:
         if message["role"] == "tool":
-            about = {"call_id": message["tool_call_id"], "output": message["content"]}
-            yield {"type": "response_item", "payload": {"type": "function_call_output", **about}}
+            output = {"call_id": message["tool_call_id"], "output": message["content"]}
+            yield {"type": "response_item", "payload": {"type": "function_call_output", **output}}
             continue
         for call in message.get("tool_calls") or ():
             item = {"type": "function_call", "call_id": call["id"], **call["function"]}
@@ -108,8 +108,8 @@ def claude(id: str, messages: list[Row]) -> Iterator[Row]:
         elif message["role"] == "assistant":
             content = [{"type": "text", "text": message["content"]}]
         role = "assistant" if message["role"] == "assistant" else "user"
-        about = {"role": role, "content": content, "id": f"m{number}", "model": "m"}
-        yield {"type": role, "sessionId": id, "uuid": f"{id}-{number}", "message": about}
+        body = {"role": role, "content": content, "id": f"m{number}", "model": "m"}
+        yield {"type": role, "sessionId": id, "uuid": f"{id}-{number}", "message": body}
 
 
 def qwen(id: str, messages: list[Row]) -> Iterator[Row]:
@@ -128,13 +128,13 @@ def qwen(id: str, messages: list[Row]) -> Iterator[Row]:
             arguments = json.loads(calls[0]["function"]["arguments"])
             part = {"functionCall": {"id": calls[0]["id"], "name": "find", "args": arguments}}
         kind = "tool_result" if kind == "tool" else kind
-        said = {"role": "model" if kind == "assistant" else "user", "parts": [part]}
-        yield {"type": kind, "sessionId": id, "uuid": f"{id}-{number}", "message": said}
+        content = {"role": "model" if kind == "assistant" else "user", "parts": [part]}
+        yield {"type": kind, "sessionId": id, "uuid": f"{id}-{number}", "message": content}
 
 
 def opencode(id: str, messages: list[Row]) -> Iterator[Row]:
     results = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
-    said = []
+    turns_written = []
     for message in messages:
         if message["role"] == "tool":
             continue
@@ -148,14 +148,14 @@ def opencode(id: str, messages: list[Row]) -> Iterator[Row]:
                 "input": json.loads(call["function"]["arguments"]),
             }
             parts.append({"type": "tool", "tool": "find", "callID": call["id"], "state": state})
-        said.append({"info": {"role": message["role"], "modelID": "m"}, "parts": parts})
-    yield {"info": {"id": id, "version": "1.18.33"}, "messages": said}
+        turns_written.append({"info": {"role": message["role"], "modelID": "m"}, "parts": parts})
+    yield {"info": {"id": id, "version": "1.18.33"}, "messages": turns_written}
 
 
 def agents(id: str, messages: list[Row]) -> Iterator[Row]:
     yield {"object": "trace", "id": id}
-    for number, (asked, answer) in enumerate(turns(messages)):
-        data = {"type": "generation", "input": asked, "output": [answer], "model": "m"}
+    for number, (prompt, answer) in enumerate(turns(messages)):
+        data = {"type": "generation", "input": prompt, "output": [answer], "model": "m"}
         at = f"2026-01-01T00:00:{number:02d}+00:00"
         yield {
             "object": "trace.span",
@@ -169,12 +169,12 @@ def agents(id: str, messages: list[Row]) -> Iterator[Row]:
 
 
 def completions(id: str, messages: list[Row]) -> Iterator[Row]:
-    for number, (asked, answer) in enumerate(turns(messages)):
+    for number, (prompt, answer) in enumerate(turns(messages)):
         yield {
             "object": "chat.completion",
             "id": f"{id}-{number}",
             "model": "m",
-            "messages": asked,
+            "messages": prompt,
             "choices": [{"message": answer, "finish_reason": "stop"}],
             "tools": [TOOL],
             "metadata": {"trace_id": id},
@@ -185,20 +185,22 @@ def completions(id: str, messages: list[Row]) -> Iterator[Row]:
 def numbered(id: str, messages: list[Row]) -> Iterator[Row]:
     """The older form of the GenAI conventions."""
     spans = []
-    for number, (asked, answer) in enumerate(turns(messages)):
-        known: Row = {"llm.request.type": "chat", "gen_ai.request.model": "m"}
-        for prefix, every in (("gen_ai.prompt", asked), ("gen_ai.completion", [answer])):
-            for index, message in enumerate(every):
-                about = {
+    for number, (prompt, answer) in enumerate(turns(messages)):
+        attributes: Row = {"llm.request.type": "chat", "gen_ai.request.model": "m"}
+        for prefix, messages_of in (("gen_ai.prompt", prompt), ("gen_ai.completion", [answer])):
+            for index, message in enumerate(messages_of):
+                fields_of = {
                     "role": message["role"],
                     "content": message.get("content"),
                     "tool_call_id": message.get("tool_call_id"),
                 }
                 for at, call in enumerate(message.get("tool_calls") or ()):
                     fields = {"id": call["id"], **call["function"]}
-                    about |= {f"tool_calls.{at}.{key}": value for key, value in fields.items()}
-                known |= {f"{prefix}.{index}.{k}": v for k, v in about.items() if v is not None}
-        pairs = [{"key": key, "value": {"stringValue": value}} for key, value in known.items()]
+                    fields_of |= {f"tool_calls.{at}.{key}": value for key, value in fields.items()}
+                attributes |= {
+                    f"{prefix}.{index}.{k}": v for k, v in fields_of.items() if v is not None
+                }
+        pairs = [{"key": key, "value": {"stringValue": value}} for key, value in attributes.items()]
         spans.append(
             {
                 "traceId": id,
@@ -240,47 +242,60 @@ EXPORTED = {
 
 async def kept(folder: Path, count: int = TRACES) -> dict[str, Row]:
     """By format: how many tool calls were recorded, and how many of them are as they were."""
-    drawn = random.Random(0)
-    talks = {f"{number + 1:032x}": conversation(drawn) for number in range(count)}
-    sent = sorted(text for talk in talks.values() for text in rendered(talk))
-    rows = [{"id": id, "messages": talk, "tools": [TOOL]} for id, talk in talks.items()]
+    rng = random.Random(0)
+    conversations = {f"{number + 1:032x}": conversation(rng) for number in range(count)}
+    sent = sorted(
+        text
+        for conversation_messages in conversations.values()
+        for text in rendered(conversation_messages)
+    )
+    rows = [
+        {"id": id, "messages": conversation_messages, "tools": [TOOL]}
+        for id, conversation_messages in conversations.items()
+    ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     await import_traces(folder / "chats.jsonl", f"sqlite:///{folder}/chats.db")
-    found = {}
+    by_format = {}
     for name, form in EXPORTED.items():
         out = folder / name / "out.jsonl"
         await export_traces(f"sqlite:///{folder}/chats.db", RUN, form, out)
-        found[name] = await compared(out.parent, folder / f"{name}.db", sent)
+        by_format[name] = await compared(out.parent, folder / f"{name}.db", sent)
     for name, write in WRITTEN.items():
         (folder / name).mkdir()
-        for id, talk in talks.items():
-            lines = "".join(json.dumps(row) + "\n" for row in write(id, talk))
+        for id, conversation_messages in conversations.items():
+            lines = "".join(json.dumps(row) + "\n" for row in write(id, conversation_messages))
             (folder / name / f"{id}.jsonl").write_text(lines)
-        found[name] = await compared(folder / name, folder / f"{name}.db", sent)
-    lost = {one.name: list(one.lost) for one in FORMATS}
-    return {name: about | {"lost": lost[name.partition(",")[0]]} for name, about in found.items()}
+        by_format[name] = await compared(folder / name, folder / f"{name}.db", sent)
+    lost = {form.name: list(form.lost) for form in FORMATS}
+    return {
+        name: counts | {"lost": lost[name.partition(",")[0]]} for name, counts in by_format.items()
+    }
 
 
 async def compared(source: Path, out: Path, sent: list[str]) -> Row:
     await import_traces(source, f"sqlite:///{out}")
     async with open_store(f"sqlite:///{out}", readonly=True) as store:
         calls = await store.calls([row.id for row in await store.rollouts(RUN)])
-    every = [call for some in calls.values() for call in some]
-    got = sorted(text for call in every for text in rendered([call.answer or {}]))
-    left = list(sent)
-    same = sum(text in left and (left.remove(text) is None) for text in got)
-    return {"tool_calls": len(sent), "the_same": same, "claimed_exact": sum(c.exact for c in every)}
+    answered = [call for rollout_calls in calls.values() for call in rollout_calls]
+    imported = sorted(text for call in answered for text in rendered([call.answer or {}]))
+    missing = list(sent)
+    same = sum(text in missing and (missing.remove(text) is None) for text in imported)
+    return {
+        "tool_calls": len(sent),
+        "the_same": same,
+        "claimed_exact": sum(c.exact for c in answered),
+    }
 
 
 def write_spans(path: Path, count: int) -> None:
     """Spans of a graph of six nodes for each trace, as OpenInference records them, shuffled so that
     those of a trace are apart."""
-    drawn, lines = random.Random(0), list[Row]()
+    rng, lines = random.Random(0), list[Row]()
     for number in range(count // 10):
         trace = f"{number + 1:032x}"
         for index in range(10):
             kind = ("AGENT", "CHAIN", "LLM", "TOOL")[min(index, 2 + index % 2)]
-            known: Row = {
+            attributes: Row = {
                 "openinference.span.kind": kind,
                 "input.value": f"question {number}",
                 "output.value": f"answer {index}",
@@ -288,7 +303,7 @@ def write_spans(path: Path, count: int) -> None:
                 "metadata": json.dumps({"langgraph_node": f"node{index % 3}"}),
             }
             if kind == "LLM":
-                known |= {
+                attributes |= {
                     "llm.input_messages.0.message.role": "user",
                     "llm.input_messages.0.message.content": f"question {number} " * 20,
                     "llm.output_messages.0.message.role": "assistant",
@@ -303,15 +318,15 @@ def write_spans(path: Path, count: int) -> None:
                     "startTimeUnixNano": str(10**18 + number * 1000 + index),
                     "endTimeUnixNano": str(10**18 + number * 1000 + index + 5),
                     "attributes": [
-                        {"key": k, "value": {"stringValue": v}} for k, v in known.items()
+                        {"key": k, "value": {"stringValue": v}} for k, v in attributes.items()
                     ],
                 }
             )
-    drawn.shuffle(lines)
+    rng.shuffle(lines)
     rest = iter(lines)
     with path.open("w") as file:
-        while some := [*islice(rest, 200)]:
-            file.write(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": some}]}]}) + "\n")
+        while batch := [*islice(rest, 200)]:
+            file.write(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": batch}]}]}) + "\n")
 
 
 def cost(folder: Path, count: int = SPANS) -> Row:
@@ -344,20 +359,22 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="little of everything")
     parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="of the runs")
     parser.add_argument("--folder", type=Path, help="what training writes is kept here")
-    given = parser.parse_args()
-    if "training" in given.only and not given.model.is_dir():
-        raise SystemExit(f"{given.model} is missing: make smollm-model")
-    found: Row = {}
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if "cost" in given.only:
-            found["cost"] = cost(folder, SPANS // 100 if given.small else SPANS)
-        if "formats" in given.only:
-            found["formats"] = asyncio.run(kept(folder, TRACES // 30 if given.small else TRACES))
-        if "training" in given.only:
-            own = (given.folder or folder).resolve()
-            found["training"] = traces_training.figures(given, own)
-    report(found, as_json=given.json)
+    options = parser.parse_args()
+    if "training" in options.only and not options.model.is_dir():
+        raise SystemExit(f"{options.model} is missing: make smollm-model")
+    figures: Row = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if "cost" in options.only:
+            figures["cost"] = cost(folder, SPANS // 100 if options.small else SPANS)
+        if "formats" in options.only:
+            figures["formats"] = asyncio.run(
+                kept(folder, TRACES // 30 if options.small else TRACES)
+            )
+        if "training" in options.only:
+            training_folder = (options.folder or folder).resolve()
+            figures["training"] = traces_training.figures(options, training_folder)
+    report(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

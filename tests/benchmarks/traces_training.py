@@ -56,18 +56,18 @@ def learned(seed: int, folder: Path, options: argparse.Namespace) -> Figures:
         (folder / "shop" / name).write_bytes((EXAMPLE / name).read_bytes())
     small = SMALL if options.small else ()
     settings = [*GREEDY, *small, *options.set, f"seed={seed}"]
-    found = trained(folder, settings)
-    found = {
+    figures = trained(folder, settings)
+    figures = {
         "seed": seed,
         "recorded": recorded,
-        **found,
-        "imitated_over_recorded": found["imitated"] / recorded,
-        "gain": found["trained"] - found["imitated"],
+        **figures,
+        "imitated_over_recorded": figures["imitated"] / recorded,
+        "gain": figures["trained"] - figures["imitated"],
     }
     if options.trl:
-        steps = sum(found["imitation_steps"].values())
-        found |= trl(options.trl, seed, folder, settings, steps)
-    return found
+        steps = sum(figures["imitation_steps"].values())
+        figures |= trl(options.trl, seed, folder, settings, steps)
+    return figures
 
 
 def recorded_success(seed: int, folder: Path, count: int) -> float:
@@ -125,23 +125,23 @@ def trained(folder: Path, settings: list[str]) -> Figures:
 def trl(python: str, seed: int, folder: Path, settings: list[str], steps: int) -> Figures:
     """TRL's SFT of all calls for so many steps, scored by the same agent."""
     config = load(folder / "shop/run.toml", settings)
-    given = {
+    task_settings = {
         "model": config.model_path(), "steps": steps, "seed": seed, "out": str(folder / "trl"),
         "rows": asyncio.run(every_call(f"sqlite:///{folder}/traces.db")),
         "batch": config.warmup.batch, "lr": config.warmup.lr, "dtype": config.policy.dtype,
         "rank": config.policy.lora.rank, "alpha": config.policy.lora.alpha,
         "threads": config.learner.threads or None,
     }  # fmt: skip
-    (folder / "trl.json").write_text(json.dumps(given))
+    (folder / "trl.json").write_text(json.dumps(task_settings))
     script = Path(__file__).with_name("trl_traces.py")
     done = subprocess.run(
         [python, str(script), str(folder / "trl.json")],
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    found: Figures = json.loads(done.stdout.splitlines()[-1])
-    merged = [f"policy.model={given['out']}", f"output={folder / 'trl-run'}"]
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    merged = [f"policy.model={task_settings['out']}", f"output={folder / 'trl-run'}"]
     scored = evaluate(load(folder / "shop/run.toml", [*settings, *merged]), None, None)
-    return {"trl": scored.after, **{f"trl_{key}": value for key, value in found.items()}}
+    return {"trl": scored.after, **{f"trl_{key}": value for key, value in figures.items()}}
 
 
 async def every_call(url: str) -> list[Figures]:

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
 
@@ -50,7 +50,7 @@ def faults(tools: list[Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-async def ends(named: Named) -> dict[str, dict[str, Any]]:
+async def ends(named: EnvironmentName) -> dict[str, dict[str, Any]]:
     """What became of a rollout for each fault."""
     found, task = dict[str, dict[str, Any]](), hosted.tasks(named, "train")[0]
     async with stage(named, timeout=60.0) as on:
@@ -71,7 +71,11 @@ async def ends(named: Named) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     folder, environment, options = sys.argv[1:]
-    print(json.dumps(asyncio.run(ends(Named.read(environment, json.loads(options), folder)))))
+    print(
+        json.dumps(
+            asyncio.run(ends(EnvironmentName.read(environment, json.loads(options), folder)))
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments.packages import examine
 
 
@@ -18,7 +18,7 @@ def print_figures(
 ) -> None:
     """`agentrl doctor --environment` of it, in this process. `folder`: of its files. `best`: the
     most that any player can score, of which `ground_truth` is the share of the solutions."""
-    named = Named.read(environment, options, folder)
+    named = EnvironmentName.read(environment, options, folder)
     report = asyncio.run(examine(named, 3, lambda line: print(line, file=sys.stderr)))
     score = report.ground_truth
     known = {"tasks": sum(report.tasks.values()), "score": score, "best": best}

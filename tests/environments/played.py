@@ -10,13 +10,13 @@ import json
 import sys
 from typing import Any
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import ConfigError
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
 
 
-async def played(named: Named, replies: dict[str, list[Any]]) -> dict[str, Any]:
+async def played(named: EnvironmentName, replies: dict[str, list[Any]]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
 
     async def reply(role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def played(named: Named, replies: dict[str, list[Any]]) -> dict[str, Any]:
 
 def main() -> None:
     folder, environment, options, replies = sys.argv[1:]
-    named = Named.read(environment, json.loads(options), folder)
+    named = EnvironmentName.read(environment, json.loads(options), folder)
     try:
         about = hosted.describe(named)
         found = asyncio.run(played(named, json.loads(replies))) | {"asks": about.roles}

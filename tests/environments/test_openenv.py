@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import ConfigError
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
@@ -18,8 +18,10 @@ from tests.environments.pages import python
 pytestmark = pytest.mark.timeout(600)
 
 
-def named(url: str, **options: Any) -> Named:
-    return Named.read(f"openenv:{url}", {"python": str(python("openenv")), "limit": 3} | options)
+def named(url: str, **options: Any) -> EnvironmentName:
+    return EnvironmentName.read(
+        f"openenv:{url}", {"python": str(python("openenv")), "limit": 3} | options
+    )
 
 
 def scripted(*said: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments.hosted import load_class
 from tests.environments import pages
 from tests.environments.pages import ROOT, figures, python, trained, write_files
@@ -68,7 +68,7 @@ def test_ground_truth_scores_full_marks(name: str) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_plugin_is_short_and_its_page_names_it(name: str, tmp_path: Path) -> None:
-    lines = inspect.getsource(load_class(Named(name, ""))).splitlines()
+    lines = inspect.getsource(load_class(EnvironmentName(name, ""))).splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 60
     run_file = write_files(name, tmp_path)
     assert run_file.read_text().startswith(f'environment = "{name}:')

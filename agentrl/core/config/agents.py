@@ -25,7 +25,7 @@ class AgentConfig(Section, frozen=True):
     `harness` with a preset."""
 
     path: str = ""  # Agent, as "file.py:name" or "package.module:name".
-    command: str | list[str] = []  # Program in any language; a string is split like in a shell.
+    command: str | list[str] = []  # Program in any language; a string is split as in a shell.
     # Coding harness: codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as
     # "file.toml" or "file.py:name". `command` is then its program, as a path if it is not in PATH,
     # and additional arguments.
@@ -38,8 +38,8 @@ class AgentConfig(Section, frozen=True):
     pass_env: list[str] = []
     timeout: Seconds = 60.0  # seconds that one attempt may take
     max_attempts: Count = 3  # attempts per rollout, if the infrastructure fails
-    # Other failures after which a rollout is tried again, up to `max_attempts`: only the verifier
-    # after a verifier_error. A model_error always is, and a lost sandbox twice.
+    # Other failures that are retried, up to `max_attempts`; after a verifier_error only the
+    # verifier runs again. A model_error is always retried, a lost sandbox twice.
     retry: list[Retried] = []
     calls_optional: bool = False  # Whether rollouts may succeed without a model call.
     error_reward: float | None = None  # Outcome if the agent raises after a call; none: missing.
@@ -73,10 +73,10 @@ class VerifierConfig(Section, frozen=True):
 
     path: str = ""  # Function that scores a rollout, as "file.py:name".
     rewards: dict[str, str] = {}  # additional rewards: name -> "file.py:name" or an entry point
-    # Second verifier, as "file.py:name", of one of four rollouts: where the two disagree, the
+    # Second verifier, as "file.py:name", for one in four rollouts: where the two disagree, the
     # reward is hacked. Its reward "audit" is not trained.
     audit: str = ""
-    # Lowest and highest outcome; with another one a rollout has failed. none: any number.
+    # Lowest and highest outcome; a rollout with an outcome outside has failed. none: any number.
     range: tuple[float, float] | None = None
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -85,7 +85,7 @@ class VerifierConfig(Section, frozen=True):
 
 
 class AuditConfig(Section, frozen=True):
-    """Attacks on the verifier, as `agentrl audit` makes them."""
+    """Attacks on the verifier, as by `agentrl audit`."""
 
     before: bool = True  # Whether a new run begins with an audit, of at most ten seconds.
 
@@ -137,8 +137,8 @@ class RoleRule(Section, frozen=True):
     schema: bool | None = None  # whether the answer must follow a JSON schema
 
     def __post_init__(self) -> None:
-        given = msgspec.structs.asdict(self)
-        if all(value in ({}, "", None) for key, value in given.items() if key != "role"):
+        conditions = msgspec.structs.asdict(self)
+        if all(value in ({}, "", None) for key, value in conditions.items() if key != "role"):
             raise ValueError(f"the rule for {self.role!r} has no condition; add at least one")
 
 
@@ -154,9 +154,9 @@ class UpstreamConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         if (self.text is None) != bool(self.base_url):
-            raise ValueError("give either its base_url or the text that is its answer")
+            raise ValueError("give either base_url, or text, the answer to every call")
         if self.text is not None and (self.model or self.key_env):
-            raise ValueError("model and key_env are of a base_url, not of a text; remove them")
+            raise ValueError("model and key_env belong to a base_url, not to a text; remove them")
 
 
 class SessionsConfig(Section, frozen=True):

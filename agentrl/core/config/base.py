@@ -51,7 +51,7 @@ def kind_of(section: Section) -> str:
 
 
 def tables(section: Section) -> Iterator[Section]:
-    """The tables in a table, those by name too, with theirs."""
+    """All tables inside a table, at any depth, including tables by name."""
     for key in section.__struct_fields__:
         value = getattr(section, key)
         for inner in value.values() if isinstance(value, dict) else [value]:
@@ -62,8 +62,12 @@ def tables(section: Section) -> Iterator[Section]:
 
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
     """The structs in a type, which may be a union."""
-    every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))
+    members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return tuple(
+        member
+        for member in members
+        if isinstance(member, type) and issubclass(member, msgspec.Struct)
+    )
 
 
 def field_types(section: type[msgspec.Struct]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Settings that follow from others of a run file, and hints at mistakes.
 
 A hint says what was probably meant, by the names of other libraries or of another table, or gives
-the place of a syntax error; an empty one means that nothing is known.
+the place of a syntax error; it is empty if nothing fits.
 
-What an environment contributes to a run is a reference, `environment:WHICH:PLUGIN:WHAT {...}`, as
-which a run's settings have it: `agent.path`, `tasks.train`, `tasks.heldout` and `verifier.path`. So
-all that reads these needs to know no environments. WHICH is agent, train, heldout or verifier; the
-JSON at the end has `[environment_options]`.
+An environment contributes references, `environment:WHICH:PLUGIN:WHAT {...}`, to a run's settings
+`agent.path`, `tasks.train`, `tasks.heldout` and `verifier.path`, so code that reads these need not
+know about environments. WHICH is agent, train, heldout or verifier; the JSON at the end has
+`[environment_options]`.
 
-The names and options of the library's presets are in `presets.json`, so the front can check them
+The names and options of the library's presets are in `presets.json`, so the launcher can check them
 without torch; the algorithm process also checks the values of options. `python -m
 tests.algorithms.presets.test_names` writes the file; a test compares it with the presets.
 
@@ -54,7 +54,7 @@ SPLITS = ("train", "heldout")
 UNBOUNDED = 10**9  # steps of a live run, which trains until it is stopped
 
 
-class Named(msgspec.Struct, frozen=True):
+class EnvironmentName(msgspec.Struct, frozen=True):
     """An environment as the run file names it."""
 
     plugin: str  # of an entry point, or "file.py:Class"
@@ -63,7 +63,7 @@ class Named(msgspec.Struct, frozen=True):
     root: str = "."  # the run file's folder
 
     @classmethod
-    def read(cls, name: str, options: dict[str, Any], root: str | Path = ".") -> Named:
+    def read(cls, name: str, options: dict[str, Any], root: str | Path = ".") -> EnvironmentName:
         """Raises ConfigError for a name without a plug-in."""
         plugin, colon, what = name.partition(":")
         if plugin.endswith(".py"):
@@ -79,7 +79,7 @@ class Named(msgspec.Struct, frozen=True):
         return f"{self.plugin}:{self.what}"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of the plug-in's constructor."""
         return {key: value for key, value in self.all_options.items() if key != "python"}
 
@@ -95,11 +95,11 @@ class Named(msgspec.Struct, frozen=True):
     @property
     def python(self) -> str:
         """Its own interpreter, or "" if it runs in this one."""
-        root, given = Path(self.root), self.all_options.get("python")
-        if given is not None:
-            return str((root / given).absolute())  # a link into a venv stays one
-        found = (folder / self.folder / "bin/python" for folder in (root, Path()))
-        return next((str(python.absolute()) for python in found if python.is_file()), "")
+        root, interpreter = Path(self.root), self.all_options.get("python")
+        if interpreter is not None:
+            return str((root / interpreter).absolute())  # a link into a venv stays one
+        interpreters = (folder / self.folder / "bin/python" for folder in (root, Path()))
+        return next((str(python.absolute()) for python in interpreters if python.is_file()), "")
 
     @property
     def fix_hint(self) -> str:
@@ -117,12 +117,12 @@ def derive(config: RunConfig) -> RunConfig:
 
 
 def _of_environment(config: RunConfig) -> RunConfig:
-    """The settings with what the environment stands for, where the run file has nothing else."""
+    """The settings with the environment's agent, tasks and verifier where the run file has none."""
     if not config.environment:
         if config.environment_options:
             raise ConfigError("[environment_options] has no effect without environment")
         return config
-    named = Named.read(config.environment, config.environment_options)
+    named = EnvironmentName.read(config.environment, config.environment_options)
     agent, tasks, verifier = config.agent, config.tasks, config.verifier
     if not (agent.path or agent.command or agent.harness):
         agent = replace(agent, path=named.part("agent"))
@@ -156,17 +156,17 @@ def _of_live_run(config: RunConfig) -> RunConfig:
 
 def without_interpreter(config: RunConfig) -> RunConfig:
     """The settings without where the environment's interpreter is, for comparison."""
-    given = dict(config.environment_options)
-    if given.pop("python", None) is None:
+    options = dict(config.environment_options)
+    if options.pop("python", None) is None:
         return config
-    here = Named.read(config.environment, config.environment_options)
-    anywhere = Named.read(config.environment, given)
+    here = EnvironmentName.read(config.environment, config.environment_options)
+    anywhere = EnvironmentName.read(config.environment, options)
     same = {here.part(which): anywhere.part(which) for which in ("agent", "verifier", *SPLITS)}
     paths = {split: getattr(config.tasks, split) for split in SPLITS}
     agent, verifier = config.agent.path, config.verifier.path
     return replace(
         config,
-        environment_options=given,
+        environment_options=options,
         agent=replace(config.agent, path=same.get(agent, agent)),
         tasks=replace(config.tasks, **{key: same.get(path, path) for key, path in paths.items()}),
         verifier=replace(config.verifier, path=same.get(verifier, verifier)),
@@ -177,7 +177,7 @@ PRESETS = Path(__file__).with_name("presets.json")
 
 
 class PresetNames(msgspec.Struct, frozen=True):
-    """The options of each preset and of each modifier; the preset that each recipe is of."""
+    """The options of each preset and of each modifier; the preset of each recipe."""
 
     presets: dict[str, list[str]]
     modifiers: dict[str, list[str]]
@@ -185,7 +185,7 @@ class PresetNames(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> set[str]:
-        """What can stand before modifiers."""
+        """Names that modifiers can follow."""
         return {*self.presets, *self.recipes}
 
     def options(self, host: str) -> list[str]:
@@ -209,17 +209,17 @@ def check_presets(config: RunConfig) -> None:
 
 
 def _check(algorithm: AlgorithmConfig) -> None:
-    name, known = algorithm.preset, preset_names()
+    name, library = algorithm.preset, preset_names()
     if ":" in name:
         return
     host, modifiers = find_preset(name)
-    if host not in known.hosts or not known.modifiers.keys() >= set(modifiers):
+    if host not in library.hosts or not library.modifiers.keys() >= set(modifiers):
         return
-    options = [*known.options(host), *(o for word in modifiers for o in known.modifiers[word])]
+    options = [*library.options(host), *(o for word in modifiers for o in library.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
-            said = setting_hint(option, None, options) or nearest(option, options)
-            raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {said}")
+            hint = setting_hint(option, None, options) or nearest(option, options)
+            raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
 
 
 def find_preset(
@@ -228,15 +228,15 @@ def find_preset(
     """Split "grpo+tis" or "mine.py:lenient+tis" into preset and modifiers; a preset's own name may
     contain "+". presets, modifiers: registered names besides the library's and those of packages.
     Raises ConfigError for an unknown name."""
-    known, installed = preset_names(), plugin_points("presets").names
-    own = {*known.hosts, *presets, *(word for word in installed if word[0] != "+")}
-    words = {*known.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
+    library, installed = preset_names(), plugin_points("presets").names
+    names = {*library.hosts, *presets, *(word for word in installed if word[0] != "+")}
+    words = {*library.modifiers, *modifiers, *(word[1:] for word in installed if word[0] == "+")}
     source, colon, rest = name.rpartition(":")
-    hosts = [host for host in own if f"{name}+".startswith(f"{host}+")]
+    hosts = [host for host in names if f"{name}+".startswith(f"{host}+")]
     host = max(hosts, key=len, default=source + colon + rest.split("+")[0])
-    if ":" not in name and host not in own:
-        meant = preset_hint(host, own) or nearest(host, own)
-        raise ConfigError(f"algorithm.preset: no preset {host!r}; {meant}")
+    if ":" not in name and host not in names:
+        hint = preset_hint(host, names) or nearest(host, names)
+        raise ConfigError(f"algorithm.preset: no preset {host!r}; {hint}")
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
         if word not in words:
@@ -291,8 +291,8 @@ def frozen_policies(config: RunConfig) -> list[str]:
 
 def has_no_own_policy(config: RunConfig) -> bool:
     """Whether the run has no model of its own, so `[upstreams]` answer every call."""
-    own = config.policies or config.policy.model or config.policy.build
-    return bool(config.upstreams) and not own and POLICY not in config.roles.values()
+    has_policy = config.policies or config.policy.model or config.policy.build
+    return bool(config.upstreams) and not has_policy and POLICY not in config.roles.values()
 
 
 def seeing_policies(config: RunConfig) -> frozenset[str]:
@@ -320,8 +320,8 @@ def snapshots_served(config: RunConfig) -> int:
 
 def policy_by_role(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from `[roles]` and `[policies]`."""
-    own = {role: name for name, member in config.policies.items() for role in member.roles}
-    return own | config.roles
+    by_member = {role: name for name, member in config.policies.items() for role in member.roles}
+    return by_member | config.roles
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:
@@ -342,20 +342,22 @@ def view(config: RunConfig, name: str) -> RunConfig:
     if not config.policies:
         return config
     member, replace = config.policies[name], msgspec.structs.replace
-    own: dict[str, Any] = {}
+    overridden: dict[str, Any] = {}
     for key, kind in TABLES.items():
-        base, differs = msgspec.to_builtins(getattr(config, key)), getattr(member, key)
-        if differs.get("preset", base.get("preset")) != base.get("preset"):
+        base, overrides = msgspec.to_builtins(getattr(config, key)), getattr(member, key)
+        if overrides.get("preset", base.get("preset")) != base.get("preset"):
             base["options"] = {}  # they belong to the run's preset
-        own[key] = _typed(_merged(base, differs), kind, key)
+        overridden[key] = _typed(_merged(base, overrides), kind, key)
     # A frozen adapter's files have its settings.
     inherited = {} if member.frozen else msgspec.to_builtins(config.policy.lora)
     lora = _typed(_merged(inherited, member.lora), LoraConfig, "policy.lora")
     differing = (set(field_types(MemberConfig)) & set(field_types(PolicyConfig))) - {"lora"}
-    given = {key: value for key in differing if (value := getattr(member, key))}
-    policy = replace(config.policy, lora=lora, **given, **({"build": ""} if member.model else {}))
+    settings = {key: value for key in differing if (value := getattr(member, key))}
+    policy = replace(
+        config.policy, lora=lora, **settings, **({"build": ""} if member.model else {})
+    )
     steps = steps_learned(config, name, config.steps)
-    return replace(config, policy=policy, steps=steps, policies={}, roles={}, **own)
+    return replace(config, policy=policy, steps=steps, policies={}, roles={}, **overridden)
 
 
 def warmup_folder(config: RunConfig, policy: str) -> Path:
@@ -365,16 +367,16 @@ def warmup_folder(config: RunConfig, policy: str) -> Path:
 
 def initial_lora(config: RunConfig, policy: str) -> LoraConfig:
     """The adapter that a policy starts from: that of the warm-up, once it has made one."""
-    own, made = view(config, policy), warmup_folder(config, policy)
-    if config.policies and config.warmup.data and made.is_dir():
-        return replace(own.policy.lora, adapter=str(made))
-    return own.initial_policy.lora
+    settings, warmed_up = view(config, policy), warmup_folder(config, policy)
+    if config.policies and config.warmup.data and warmed_up.is_dir():
+        return replace(settings.policy.lora, adapter=str(warmed_up))
+    return settings.initial_policy.lora
 
 
 def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """The served name and the frozen record of a policy before training."""
-    own = view(config, policy)
-    directory, lora = own.model_path(), initial_lora(config, policy)
+    settings = view(config, policy)
+    directory, lora = settings.model_path(), initial_lora(config, policy)
     if lora.rank or lora.adapter:
         directory = str(config.path(lora.adapter)) if lora.adapter else ""
     return initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
@@ -396,14 +398,14 @@ def steps_learned(config: RunConfig, name: str, step: int) -> int:
     if config.team.schedule == "alternating":
         rounds, rest = divmod(step, every * len(names))
         return rounds * every + min(max(rest - index * every, 0), every)
-    since = max(step - index * every, 0)
-    return since if index == last else min(since, every)
+    steps_since = max(step - index * every, 0)
+    return steps_since if index == last else min(steps_since, every)
 
 
-def _merged(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`base` updated with the values of `differs`, recursively."""
     merged = dict(base)
-    for key, value in differs.items():
+    for key, value in overrides.items():
         inner = merged.get(key)
         if isinstance(inner, Mapping) and isinstance(value, Mapping):
             value = _merged(inner, value)
@@ -429,23 +431,23 @@ def other_names() -> dict[str, dict[str, list[str]]]:
 
 
 def preset_hint(name: str, valid: Collection[str]) -> str:
-    """The preset that is meant by a name, of those that are valid."""
+    """The valid preset that a name probably means."""
     plain = name.lower().replace("_", "-")
-    known = [plain, *other_names()["presets"].get(_plain(name), ())]
-    return _mean([one for one in known if one in valid][:1])
+    candidates = [plain, *other_names()["presets"].get(_plain(name), ())]
+    return _suggestion([candidate for candidate in candidates if candidate in valid][:1])
 
 
 def setting_hint(key: str, value: Any, valid: Collection[str]) -> str:
-    """The settings that are meant by a key of the run file or an option of a preset. value: of an
-    unknown table, whose keys may be known; valid: keys of its table."""
+    """The settings that a key of the run file, or an option of a preset, probably means. value: the
+    key's, perhaps a table with known keys; valid: keys of its table."""
     if difflib.get_close_matches(key, valid, n=1, cutoff=VERY_CLOSE):
         return ""
     paths = list(dict.fromkeys(_paths(RunConfig)))
     for name in (key, *_leaves(value)):
         listed = other_names()["settings"].get(_plain(name), [])
         same = [path for path in paths if path.rpartition(".")[2] == name]
-        if found := listed or (same if len(same) <= MAX_PLACES else []):
-            return _mean(found, "" if name == key else f" for its {name}")
+        if suggested := listed or (same if len(same) <= MAX_PLACES else []):
+            return _suggestion(suggested, "" if name == key else f" for its {name}")
     return ""
 
 
@@ -465,7 +467,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _mean(names: Collection[str], of: str = "") -> str:
+def _suggestion(names: Collection[str], of: str = "") -> str:
     return f"did you mean {' or '.join(map(repr, names))}{of}?" if names else ""
 
 

@@ -42,7 +42,7 @@ class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
 
     # Keys that a started run may change.
     placement: ClassVar[tuple[str, ...]] = ("packing", "offload")
-    # Besides log-probs of sampled tokens, as far as that is known before the learner is made.
+    # What it computes besides log-probs of sampled tokens, if known before the learner is made.
     computes: ClassVar[frozenset[Computed]] = frozenset({"top_tokens", "entropy", "observations"})
     adapts_experts: ClassVar[bool] = False  # Whether adapters may be on a mixture's experts.
 
@@ -153,8 +153,8 @@ class EngineConfig(KindSection, frozen=True, tag_field="kind"):
         return False
 
     @property
-    def one_model(self) -> str:
-        """The setting because of which it serves a single model; empty: several."""
+    def single_model_setting(self) -> str:
+        """The setting that limits it to a single model; empty: none does."""
         return ""
 
     @property
@@ -233,7 +233,7 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
         return self.vllm.sleep > 0
 
     @property
-    def one_model(self) -> str:
+    def single_model_setting(self) -> str:
         return "engine.vllm.urls" if self.vllm.urls else ""
 
     @property
@@ -252,8 +252,8 @@ class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
         overlap, sleep = config.algorithm.async_sampling, self.vllm.sleep
         if sleep and overlap == "in_flight":
             yield (
-                "engine.vllm.sleep: set algorithm.async_sampling to 'drained'; vLLM asleep answers "
-                "no calls"
+                "engine.vllm.sleep: set algorithm.async_sampling to 'drained'; a sleeping vLLM "
+                "answers no calls"
             )
         if sleep == 2 and config.policy.lora.rank:
             yield (
@@ -314,8 +314,8 @@ class ContainerConfig(Section, frozen=True):
     # machine's
     network: str = "none"
     options: list[str] = []  # additional arguments of `docker run`, such as "--cpus=2"
-    # Program that runs containers: docker, podman or a compatible one; default: the first of both
-    # that works.
+    # Program that runs containers: docker, podman or a compatible one; default: the first of the
+    # two that works.
     cli: str = ""
 
 
@@ -395,10 +395,10 @@ class MetricsConfig(Section, frozen=True):
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        known = plugin_points("sinks").names
+        available = plugin_points("sinks").names
         for name in self.sinks:
-            if ":" not in name and name not in known:
-                fix = f"{nearest(name, known)}, or your own as file.py:name"
+            if ":" not in name and name not in available:
+                fix = f"{nearest(name, available)}, or your own as file.py:name"
                 yield f"metrics.sinks: {name!r}; {fix}"
             if self.sinks.count(name) > 1:
                 yield f"metrics.sinks names {name!r} twice"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.core.config.schema import RunConfig
 
 
-MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
+MODEL_LR = 1e-5  # default learning rate of a critic that is a separate model
 MINIBATCH = 3  # tasks whose traces the reflector of prompts reads for a proposal, as in GEPA
 INITIAL = "first"  # in `substitutes`: the role's own policy before training
 Template = Annotated[
@@ -48,8 +48,8 @@ ToolFormat = Annotated[
 Vision = Annotated[
     Literal["", "frozen", "trained"],
     msgspec.Meta(
-        description="whether the policy sees images in messages, and the part of the model that"
-        " sees them, its vision tower, is trained; default: a call with an image is refused"
+        description="whether the policy sees images in messages, and whether its vision tower is"
+        " trained; default: a call with an image is refused"
     ),
 ]
 
@@ -185,19 +185,19 @@ class AlgorithmConfig(Section, frozen=True):
     # Learning rate after the warm-up.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: NonNegative = 0.0  # Learning rate at the end of a linear or cosine schedule.
-    # Nats per token: an update that moves the policy further is undone, and repeated with half
-    # the learning rate, until it does not. Default, wherever the learner can undo an update: 0.05
-    # for each of its optimizer steps. While recent updates move the policy by more than a tenth of
-    # it, the learning rate is lowered. 0: neither.
+    # Largest KL of an update, in nats per token: a larger update is undone, and repeated with half
+    # the learning rate until it is within. Default, if the learner can undo updates: 0.05 for each
+    # optimizer step. While recent updates exceed a tenth of the limit, the learning rate is
+    # lowered. 0: neither.
     max_kl: NonNegative | None = None
-    weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr, also of a critic's
+    weight_decay: NonNegative = 0.0  # decay of AdamW, per step and unit of lr, also for a critic
     max_grad_norm: Positive = 1.0  # Norm to which gradients are clipped.
     branching: BranchingConfig = BranchingConfig()
     counterfactual: CounterfactualConfig = CounterfactualConfig()
 
     @property
     def min_group(self) -> int:
-        """Valid rollouts below which a group is dropped: there is nothing to compare one with."""
+        """Valid rollouts below which a group is dropped: a single one cannot be compared."""
         return min(2, self.group_size)
 
     @property
@@ -213,8 +213,8 @@ class AlgorithmConfig(Section, frozen=True):
     def problems(self, config: RunConfig) -> Iterator[str]:
         if self.joins and self.group_order != "requested":
             yield (
-                "algorithm.group_order: rollouts join a group when all of its own have ended, with "
-                "algorithm.branching or counterfactual; remove one of them"
+                "algorithm.group_order: with algorithm.branching or counterfactual, rollouts join "
+                "a group when its own have ended; remove one of them"
             )
 
 
@@ -337,17 +337,17 @@ class DataConfig(Section, frozen=True):
         """A run on a data set runs no agent and serves no policy."""
         if not self.name:
             return
-        why = "has no effect in a run on [data], which plays no rollouts"
+        problem = "has no effect in a run on [data], which plays no rollouts"
         for table in _changed(config, PLAYING):
-            yield f"[{table}] {why}; remove one"
+            yield f"[{table}] {problem}; remove one"
         for key in _changed(config.algorithm, SAMPLING):
-            yield f"algorithm.{key} {why}"
+            yield f"algorithm.{key} {problem}"
 
 
 def _changed(section: Section, names: tuple[str, ...]) -> Iterator[str]:
-    """Which of these settings are no defaults."""
-    plain = type(section)()
-    return (name for name in names if getattr(section, name) != getattr(plain, name))
+    """Those of the named settings that do not have their defaults."""
+    defaults = type(section)()
+    return (name for name in names if getattr(section, name) != getattr(defaults, name))
 
 
 class WarmupConfig(Section, frozen=True):
@@ -402,8 +402,8 @@ class PromptsConfig(Section, frozen=True):
     directory: str = ""  # folder of the texts to use; default: the result of the search
     perfect_score: float = 1.0  # mean score at which the search ends
     # Order of search and training, for `agentrl train`. off: train with the texts that `agentrl
-    # prompts` found. before: search, then train. A number of steps: search again after every so
-    # many, with the current policy.
+    # prompts` found. before: search, then train. A number: search again after every that
+    # many steps, with the current policy.
     schedule: Literal["off", "before"] | Count = "off"
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -411,22 +411,22 @@ class PromptsConfig(Section, frozen=True):
             if self != PromptsConfig():
                 yield "[prompts] has no effect without prompts.components, the texts to rewrite"
             return
-        known = {*config.upstreams, *(config.policies or {"policy"})}
-        if self.reflector not in known:
+        models = {*config.upstreams, *(config.policies or {"policy"})}
+        if self.reflector not in models:
             yield (
                 f"prompts.reflector = {self.reflector!r}; name the model that proposes texts: "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(models))}"
             )
         if isinstance(self.schedule, int) and config.algorithm.max_staleness:
             yield (
                 f"prompts.schedule = {self.schedule} with algorithm.max_staleness: rollouts "
                 "requested ahead would use the previous texts; remove one of them"
             )
-        least = self.validation + 3 * (MINIBATCH + self.validation)
-        if self.budget < least:
+        min_budget = self.validation + 3 * (MINIBATCH + self.validation)
+        if self.budget < min_budget:
             yield (
                 f"prompts.budget = {self.budget} rollouts are too few to evaluate; set at least "
-                f"{least}, validation + 3 x ({MINIBATCH} + validation)"
+                f"{min_budget}, validation + 3 x ({MINIBATCH} + validation)"
             )
         if self.algorithm == "gepa" and not is_installed("gepa"):
             yield f"prompts.algorithm: 'gepa' is not installed: {install_command('prompts')}"

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from agentrl.core.config.schema import RunConfig
 
 
-# Seconds without a call after which a session ends by default: it is to be learned from soon.
+# Default seconds without a call after which a session ends: short, to learn from it soon.
 IDLE = 60.0
-# Sessions of a candidate before a decision: so many until few lucky ones no longer decide.
+# Sessions of a candidate before a decision, so that a few lucky ones cannot decide.
 MIN_SESSIONS = 20
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -43,7 +43,7 @@ class SignalsConfig(Section, frozen=True):
     # Judge of an answer by the message or tool result that follows it: a function, as
     # "file.py:name", or the name of one of [upstreams]. Empty: none.
     next_message: str = ""
-    timeout: Seconds = 30.0  # Seconds of a judge or verifier for one session, at most.
+    timeout: Seconds = 30.0  # Seconds that a judge or verifier may take for one session.
 
     @property
     def weight(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class PeopleConfig(Section, frozen=True):
     secret_env: str = ""
     token: bool = True  # Whether feedback needs the token that the session's responses carry.
     retention: Seconds | None = None  # Seconds after which sessions are deleted; none: never.
-    per_user: Natural = 10  # sessions of a user and day that count, the first ones; 0: all
+    per_user: Natural = 10  # number of a user's first sessions of a day that count; 0: all
 
 
 class LiveConfig(Section, frozen=True):
@@ -80,9 +80,9 @@ class LiveConfig(Section, frozen=True):
     wait: NonNegative = 600.0
     share: Share = 0.1  # fraction of new sessions that a candidate serves
     promotion: PromotionConfig = PromotionConfig()
-    # A version is rolled back at once, as a candidate or after its promotion, if the share of its
-    # calls that fail is higher by more than this than that of the version that it replaces, or its
-    # mean outcome is lower by more; none: it is not, for these reasons.
+    # A version is rolled back at once, as a candidate or after its promotion, if its share of
+    # failed calls exceeds that of the version that it replaces by more than this, or its mean
+    # outcome is lower by more; none: it is not, for these reasons.
     guard: Share | None = 0.1
     signals: SignalsConfig = SignalsConfig()
     people: PeopleConfig = PeopleConfig()
@@ -95,7 +95,7 @@ class LiveConfig(Section, frozen=True):
             )
         if self.promotion.most < MIN_SESSIONS:
             most = self.promotion.most
-            yield f"live.promotion.most = {most}: no decision is made on less than {MIN_SESSIONS}"
+            yield f"live.promotion.most = {most}: no decision is made on fewer than {MIN_SESSIONS}"
         if not self.running:
             return
         if config.policies:

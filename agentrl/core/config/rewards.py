@@ -29,10 +29,10 @@ class JudgeConfig(KindSection, frozen=True, kw_only=True, tag_field="kind"):
             raise ValueError("max_usd has no effect without prices")
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        known = config.endpoints | (set(config.policies) or {POLICY})
-        if self.upstream not in known:
+        models = config.endpoints | (set(config.policies) or {POLICY})
+        if self.upstream not in models:
             name = next(name for name, judge in config.judges.items() if judge is self)
-            yield f"judges.{name}.upstream = {self.upstream!r}; {nearest(self.upstream, known)}"
+            yield f"judges.{name}.upstream = {self.upstream!r}; {nearest(self.upstream, models)}"
 
 
 class RubricJudge(JudgeConfig, frozen=True, kw_only=True):
@@ -107,8 +107,7 @@ class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
     # Loss of its training: on outcomes from 0 to 1 (PRIME), or on pairs of rollouts of a group
     # (iStar).
     loss: Literal["outcome", "pairs"] = "outcome"
-    # Learning rate, which is constant, of its training on every step, such as 1e-6; 0: it does not
-    # learn.
+    # Constant learning rate of its training on every step, such as 1e-6; 0: no training.
     lr: NonNegative = 0.0
 
 

@@ -27,7 +27,7 @@ from agentrl.core.types import Json
 
 MAX_DEPTH = 100  # tables and arrays inside each other, and parts of a dotted key
 MAX_SHOWN_CHARS = 80  # characters of a setting in an error
-TOO_DEEP = f"it has a key or value of more than {MAX_DEPTH} levels; no setting is so deep"
+TOO_DEEP = f"it has a key or value of more than {MAX_DEPTH} levels; no setting is that deep"
 TOO_LARGE = "it has an integer of more than 64 bits, which TOML does not allow"
 # A dotted key, where one may begin; nothing of it is read twice.
 LONG_KEY = re.compile(
@@ -37,8 +37,8 @@ LONG_KEY = re.compile(
 )
 
 AGENT_ENV = "AGENTRL_AGENT_ENV"  # JSON object of the values of agent.env
-# A parameter of `Trainer` that is no table is the first setting of its table.
-FIRST = {"agent": "path", "tasks": "train", "verifier": "path", "policy": "model"}
+# A parameter of `Trainer` that is not a table is the first setting of its table.
+FIRST_SETTINGS = {"agent": "path", "tasks": "train", "verifier": "path", "policy": "model"}
 OBJECTS = (
     *(("agent", "path"), ("verifier", "path"), ("tasks", "train"), ("tasks", "heldout")),
     ("warmup", "data"),
@@ -55,18 +55,18 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
     except (OSError, ValueError) as error:
-        said = f"not a readable TOML file: {error}{syntax_hint(text, str(error))}"
-        raise ConfigError(f"{path}: {said}") from None
+        problem = f"not a readable TOML file: {error}{syntax_hint(text, str(error))}"
+        raise ConfigError(f"{path}: {problem}") from None
     data.setdefault("root", str(path.parent.resolve()))
     overrides = list(overrides)
-    if "name" not in data and not any(each.startswith("name=") for each in overrides):
+    if "name" not in data and not any(override.startswith("name=") for override in overrides):
         data |= {"name": path.parent.resolve().name, "file": str(path.resolve())}
     return resolve(data, source=str(path), overrides=overrides)
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """Read TOML, in time linear in the text: `tomllib` takes the square of a long dotted key, and
-    fails on deep values by the recursion limit. Raises ValueError with a sentence."""
+    """Read TOML, in time linear in the text: `tomllib` is quadratic in the length of a dotted key,
+    and hits the recursion limit on deep values. Raises ValueError with a sentence."""
     if LONG_KEY.search(text):
         raise ValueError(TOO_DEEP)
     try:
@@ -79,11 +79,11 @@ def read_toml(text: str) -> dict[str, Any]:
         raise ValueError(TOO_LARGE) from None
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH + 1):
-        if any(isinstance(one, int) and one.bit_length() > 63 for one in level):
+        if any(isinstance(value, int) and value.bit_length() > 63 for value in level):
             raise ValueError(TOO_LARGE)
-        tables = [one.values() for one in level if isinstance(one, dict)]
-        arrays = [one for one in level if isinstance(one, list)]
-        level = [inner for one in (*tables, *arrays) for inner in one]
+        tables = [value.values() for value in level if isinstance(value, dict)]
+        arrays = [value for value in level if isinstance(value, list)]
+        level = [inner for value in (*tables, *arrays) for inner in value]
         if not level:
             return data
     raise ValueError(TOO_DEEP)
@@ -113,8 +113,9 @@ def resolve(data: Mapping[str, Any], *, source: str, overrides: Iterable[str] = 
     )
 
 
-class Given(NamedTuple):
-    """tables: as in a run file, without the objects, which stand beside it; None: not an object."""
+class TrainerArguments(NamedTuple):
+    """tables: as in a run file, without the settings that are objects: the other fields. None: not
+    an object."""
 
     tables: dict[str, Any]
     agent: Any = None
@@ -124,21 +125,23 @@ class Given(NamedTuple):
     demonstrations: Any = None
 
 
-def given(parameters: Mapping[str, Any], heldout: Any, settings: Mapping[str, Any]) -> Given:
-    """What a caller of `Trainer` has given. parameters: of the names in FIRST, each a table or the
-    first setting of one. Raises ConfigError for a setting that is given twice."""
+def trainer_arguments(
+    parameters: Mapping[str, Any], heldout: Any, settings: Mapping[str, Any]
+) -> TrainerArguments:
+    """The arguments of a call of `Trainer`. parameters: of the names in FIRST_SETTINGS, each a
+    table or the first setting of one. Raises ConfigError for a setting that is given twice."""
     tables: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, Mapping):
             _put(tables, [name], value, name)
         elif value is not None and not (isinstance(value, str) and not value):
             path = isinstance(value, Path)
-            _put(tables, [name, FIRST[name]], str(value) if path else value, name)
+            _put(tables, [name, FIRST_SETTINGS[name]], str(value) if path else value, name)
     if not (isinstance(heldout, str) and not heldout):
         _put(tables, ["tasks", "heldout"], heldout, "heldout")
     for name, value in settings.items():
         _put(tables, name.split("."), value, name)
-    return Given(tables, *(_object(tables, *place) for place in OBJECTS))
+    return TrainerArguments(tables, *(_object(tables, *place) for place in OBJECTS))
 
 
 def store_in(output: Path) -> str:
@@ -170,25 +173,27 @@ def tasks_of(config: RunConfig, split: str) -> list[dict[str, Json]]:
 def without_env_values(config: RunConfig) -> RunConfig:
     """The settings without the values of `agent.env`, which move to this process's environment. A
     second call changes nothing."""
-    known = _env_values()
-    values = {name: value for name, value in config.agent.env.items() if value or name not in known}
+    stored = _env_values()
+    values = {
+        name: value for name, value in config.agent.env.items() if value or name not in stored
+    }
     if values:
-        os.environ[AGENT_ENV] = msgspec.json.encode(known | values).decode()
+        os.environ[AGENT_ENV] = msgspec.json.encode(stored | values).decode()
     return _with_env(config, dict.fromkeys(config.agent.env, ""))
 
 
 def with_env_values(config: RunConfig) -> RunConfig:
     """The settings with the values of `agent.env`. Raises ConfigError for a variable that has none
     here."""
-    given = {name: value for name, value in config.agent.env.items() if value}
-    known = os.environ | _env_values() | given
+    configured = {name: value for name, value in config.agent.env.items() if value}
+    available = os.environ | _env_values() | configured
     for name in config.agent.env:
-        if name not in known:
+        if name not in available:
             raise ConfigError(
                 f"agent.env: {name} has no value on this machine, because the store does not keep"
                 " values; set it in the environment of the runner"
             )
-    return _with_env(config, {name: known[name] for name in config.agent.env})
+    return _with_env(config, {name: available[name] for name in config.agent.env})
 
 
 def to_toml(config: RunConfig) -> str:

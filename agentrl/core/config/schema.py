@@ -1,7 +1,7 @@
 """The run file: every table, and every setting with its type, its default and its meaning.
 
-The tables are in `agents`, `learning`, `rewards`, `infrastructure` and `live`. Types refuse
-impossible numbers, `__post_init__` refuses contradictions within a table, and `problems` those
+The tables are in `agents`, `learning`, `rewards`, `infrastructure` and `live`. Types reject
+impossible numbers, `__post_init__` rejects contradictions within a table, and `problems` those
 between a table and others; `validate` checks what no table can say by itself.
 """
 
@@ -54,8 +54,8 @@ from agentrl.core.types import Sampling
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints during training, besides those of evaluations and of the last step."""
 
-    # Steps between checkpoints, which is the most that a killed run trains again. 0: each step, or
-    # if a checkpoint has more than 32 MiB, so seldom that they take 5 % of the time.
+    # Steps between checkpoints: the most that a killed run repeats. 0: each step, or if a
+    # checkpoint has more than 32 MiB, as often as takes 5 % of the time.
     every: Natural = 0
 
 
@@ -157,12 +157,12 @@ class RunConfig(Section, frozen=True):
     def initial_policy(self) -> PolicyConfig:
         """[policy] with the weights that the first step trains: those of the warm-up, once it has
         made them."""
-        policy, made = self.policy, self.warmup_path
-        if not (self.warmup.data and made.is_dir()):
+        policy, warmed_up = self.policy, self.warmup_path
+        if not (self.warmup.data and warmed_up.is_dir()):
             return policy
         if policy.lora.rank:
-            return replace(policy, lora=replace(policy.lora, adapter=str(made)))
-        return replace(policy, model=str(made), build="")
+            return replace(policy, lora=replace(policy.lora, adapter=str(warmed_up)))
+        return replace(policy, model=str(warmed_up), build="")
 
     def without_warmup(self) -> RunConfig:
         """The settings of a run that begins with the weights of its policy as they are."""
@@ -173,8 +173,8 @@ class RunConfig(Section, frozen=True):
         the texts that a search of prompts has found."""
         prompts = self.prompts
         if prompts.components:
-            found = prompts.directory or str(Path(self.output, "prompts"))
-            prompts = replace(prompts, schedule="off", directory=found)
+            directory = prompts.directory or str(Path(self.output, "prompts"))
+            prompts = replace(prompts, schedule="off", directory=directory)
         return replace(self, live=LiveConfig(), prompts=prompts, selfplay=SelfplayConfig())
 
     def path(self, name: str) -> Path:
@@ -189,8 +189,8 @@ class RunConfig(Section, frozen=True):
     def model_path(self) -> str:
         """The policy's model: a hub name or a directory, also of `policy.build` or of a warm-up."""
         name = self.initial_policy.model
-        own = self.path(name) if name else Path(self.output, "policy")
-        return str(own) if own.is_dir() else name
+        directory = self.path(name) if name else Path(self.output, "policy")
+        return str(directory) if directory.is_dir() else name
 
     def checkpoint_path(self, name: str) -> Path:
         """The directory of a checkpoint by its name in the store, relative to `output`."""

@@ -117,12 +117,12 @@ class _Reader:
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
-            known = field_types(section)
-            hint = setting_hint(key, data[key], known) or nearest(key, known)
+            keys = field_types(section)
+            hint = setting_hint(key, data[key], keys) or nearest(key, keys)
             raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
         default = flatten({key: _default_of(others[0], key)})
-        given = flatten({key: data[key]})
-        changed = [name for name, value in given.items() if value != default.get(name)]
+        values = flatten({key: data[key]})
+        changed = [name for name, value in values.items() if value != default.get(name)]
         if changed:
             field = str(section.__struct_config__.tag_field)
             names = (str(other.__struct_config__.tag) for other in others)
@@ -179,7 +179,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _policies(config)
     yield from _rewards(config)
     yield from _callers(config.engine)
-    yield from _one_gpu(config)
+    yield from _quantized(config)
     yield from _peft(config)
     for table in tables(config):
         yield from table.problems(config)
@@ -189,7 +189,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 def _models(config: RunConfig) -> Iterator[str]:
     """Models that are GGUF files, which must be converted first."""
-    members = {f"policies.{name}.model": one.model for name, one in config.policies.items()}
+    members = {f"policies.{name}.model": member.model for name, member in config.policies.items()}
     for key, model in ({"policy.model": config.policy.model} | members).items():
         path = config.path(model)
         files = [path] if path.suffix == ".gguf" and path.is_file() else path.glob("*.gguf")
@@ -207,8 +207,8 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             yield f"reward_models.{name}: [judges] has a reward of that name; rename one"
 
 
-def _one_gpu(config: RunConfig) -> Iterator[str]:
-    """Settings with which learner and sampler share one GPU's memory."""
+def _quantized(config: RunConfig) -> Iterator[str]:
+    """Quantized weights need an adapter, the torch learner and bitsandbytes."""
     policy = config.policy
     if policy.quantize and not (policy.lora.rank and config.learner.kind == "torch"):
         yield "policy.quantize: set policy.lora.rank too, and learner.kind = 'torch'"
@@ -229,8 +229,8 @@ def _callers(engine: EngineConfig) -> Iterator[str]:
 def _numbers(config: RunConfig) -> Iterator[str]:
     """Impossible numbers that their types allow."""
     for key, value in flatten(msgspec.to_builtins(config)).items():
-        free = key == "critic.clip" or ".options." in key
-        if isinstance(value, float) and not math.isfinite(value) and not free:
+        unbounded = key == "critic.clip" or ".options." in key
+        if isinstance(value, float) and not math.isfinite(value) and not unbounded:
             yield f"{key} = {value}; it must be finite"
     sampling = config.sampling
     for name, wrong, allowed in (
@@ -246,10 +246,10 @@ def _numbers(config: RunConfig) -> Iterator[str]:
 def _roles(config: RunConfig) -> Iterator[str]:
     """Every role has one policy or upstream, and all of these have different names."""
     policies = set(config.policies) or {POLICY}
-    known = policies.union(config.upstreams)
+    players = policies.union(config.upstreams)
     for role, target in config.roles.items():
-        if target not in known:
-            yield f"roles.{role} = {target!r}; {nearest(target, known)}"
+        if target not in players:
+            yield f"roles.{role} = {target!r}; {nearest(target, players)}"
     for name in sorted(policies.intersection(config.upstreams)):
         yield f"[upstreams.{name}] has the name of a policy; rename one"
     if ANY_ROLE in config.roles and not derived.has_no_own_policy(config):
@@ -344,14 +344,14 @@ def _counterfactual(config: RunConfig) -> Iterator[str]:
             "one of them"
         )
     trained, others = derived.trained_policies(config), {*config.policies, *config.upstreams}
-    known = others | {INITIAL} | (set() if config.policies else {POLICY})
+    players = others | {INITIAL} | (set() if config.policies else {POLICY})
     for role, player in substitutes.items():
         where = f"algorithm.counterfactual.substitutes.{role}"
         if derived.policy_of_role(config, role) not in trained:
             learning = {r for r, name in derived.policy_by_role(config).items() if name in trained}
             yield f"{where}: no trained policy plays this role; {nearest(role, learning)}"
-        if player not in known:
-            yield f"{where} = {player!r}; {nearest(player, known)}"
+        if player not in players:
+            yield f"{where} = {player!r}; {nearest(player, players)}"
         if player == INITIAL and player in others:
             yield (
                 f"{where} = {player!r} means the role's own policy before training, but "
@@ -364,19 +364,19 @@ def _selfplay(config: RunConfig) -> Iterator[str]:
     selfplay, trained = config.selfplay, derived.trained_policies(config)
     if not selfplay.seats:
         return
-    own, player = derived.self_playing_policy(config), derived.policy_by_role(config)
-    if own not in trained:
-        yield f"selfplay.seats: {own!r} plays them and does not learn, as {', '.join(trained)} do"
-    if len(trained) > 1 and not player.keys() & set(selfplay.seats):
+    learner, player_of_role = derived.self_playing_policy(config), derived.policy_by_role(config)
+    if learner not in trained:
+        yield f"selfplay.seats: {learner!r} plays them and does not learn; {', '.join(trained)} do"
+    if len(trained) > 1 and not player_of_role.keys() & set(selfplay.seats):
         yield (
             f"selfplay.seats: {', '.join(trained)} learn; name one of the seats in "
             "policies.NAME.roles of the one that plays"
         )
     for role in selfplay.seats:
-        if player.get(role, own) != own:
+        if player_of_role.get(role, learner) != learner:
             yield (
-                f"selfplay.seats names {role!r}, which {player[role]!r} plays by [roles] or "
-                "[policies]; remove it there"
+                f"selfplay.seats names {role!r}, which {player_of_role[role]!r} plays by [roles] "
+                "or [policies]; remove it there"
             )
     if not isinstance(selfplay, SnapshotOpponents):
         return
@@ -392,8 +392,8 @@ def _selfplay(config: RunConfig) -> Iterator[str]:
 
 def _snapshots(config: RunConfig, selfplay: SnapshotOpponents) -> Iterator[str]:
     """Whether the engine can serve the policy's snapshots as adapters."""
-    own = derived.view(config, derived.self_playing_policy(config)).policy
-    if not own.lora.rank:
+    policy = derived.view(config, derived.self_playing_policy(config)).policy
+    if not policy.lora.rank:
         yield (
             f"selfplay.opponents = {selfplay.opponents!r}: engine.kind = {config.engine.kind!r} "
             "serves snapshots only as adapters; set policy.lora.rank, or engine.kind = 'embedded'"
@@ -409,7 +409,7 @@ def _lora(settings: LoraConfig) -> Iterator[str]:
 def _peft(config: RunConfig) -> Iterator[str]:
     """Where models are loaded; a machine that only runs agents needs no peft."""
     tables = {"policy.lora": msgspec.structs.asdict(config.policy.lora)}
-    tables |= {f"policies.{name}.lora": one.lora for name, one in config.policies.items()}
+    tables |= {f"policies.{name}.lora": member.lora for name, member in config.policies.items()}
     used = [key for key, lora in tables.items() if lora.get("rank") or lora.get("adapter")]
     if used and is_installed("torch") and not is_installed("peft"):
         yield f"{used[0]}: 'peft' is not installed: {install_command('lora')}"

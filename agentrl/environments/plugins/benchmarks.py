@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from agentrl.core.types import Json
 from agentrl.environments import Endpoint, Environment, Episode
-from agentrl.environments.plugins.verdicts import arguments_of, digest, held_out, some_key
+from agentrl.environments.plugins.verdicts import arguments_of, digest, held_out, placeholder_key
 from agentrl.environments.toolbox import as_python, as_tool, as_tool_calls, fifths, number
 
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_"
@@ -37,7 +37,7 @@ class Dialogue(Episode):
         self.who = f"m{uuid4().hex}"  # BFCL keeps instances in global variables with this prefix
 
     def reset(self) -> Any:
-        # Turn -> functions that are offered only from then on.
+        # Turn -> functions that are offered only from that turn on.
         later = self.entry.get("missed_function", {}).items()
         hidden = {name for turn, names in later if int(turn) > self.turn for name in names}
         self.tools = [as_tool(doc) for name, doc in self.docs.items() if name not in hidden]
@@ -83,7 +83,7 @@ class Request(Episode):
         try:
             verdict = check(*arguments, language, self.what, OWN)
         except (TypeError, AttributeError, LookupError, ValueError):
-            # BFCL's checker expects lists and objects where the schema has them.
+            # BFCL's checker raises where a value does not have the schema's type.
             return "", 0.0, True
         return "", number(verdict["valid"]), True
 
@@ -173,7 +173,7 @@ class Evals(Environment):
 
     def __init__(self, what: str, **arguments: Any) -> None:
         """`arguments`: of the eval's class, in place of the registry's."""
-        with some_key():
+        with placeholder_key():
             from evals.registry import registry
         if (spec := registry.get_eval(what)) is None:
             raise ValueError(f"the registry of OpenAI evals has no {what!r}")
@@ -245,7 +245,7 @@ class Tau2(Environment):
     roles = ("user",)
 
     def __init__(self, what: str, max_steps: int = 100) -> None:
-        """`max_steps`: a conversation that has not ended after so many messages scores 0."""
+        """`max_steps`: a conversation that has not ended after this many messages scores 0."""
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # do not download prices
         from loguru import logger
         from tau2.data_model.message import AssistantMessage
@@ -253,8 +253,7 @@ class Tau2(Environment):
         from tau2.utils import llm_utils
 
         logger.remove()  # it logs each message
-        # tau2 would raise at malformed calls and empty replies, but these are mistakes of the
-        # model.
+        # tau2 would raise for malformed calls and empty replies, which are the model's mistakes.
         llm_utils.json = SimpleNamespace(loads=arguments_of, dumps=json.dumps)
         AssistantMessage.validate = lambda _: None
         self.what, self.max_steps, available = what, max_steps, load_task_splits(what) or {}

@@ -9,7 +9,7 @@ from agentrl.environments import Episode, EpisodeError
 from agentrl.environments.toolbox import Seeded, as_fields, content, number
 
 FULL = """openenv:{}: its sessions were all taken for {:g} s (CAPACITY_REACHED): give the server's \
-create_app a higher max_concurrent_envs, or set runner.concurrency to what it has"""
+create_app a higher max_concurrent_envs, or set runner.concurrency to the number that it has"""
 
 
 class OpenEnvSession(Episode):
@@ -19,12 +19,14 @@ class OpenEnvSession(Episode):
         self.plugin, self.seed, self.turns = plugin, seed, 0
 
     def reset(self) -> str:
-        until = time.monotonic() + self.plugin.wait
+        deadline = time.monotonic() + self.plugin.wait
         while (state := self.begin()) is None:  # the server is full, but a session may end soon
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise EpisodeError(FULL.format(self.plugin.url, self.plugin.wait))
             time.sleep(0.2)
-        return f"{state}\nAct by JSON of this schema: {json.dumps(self.plugin.schema)}"
+        return (
+            f"{state}\nAct by replying with JSON of this schema: {json.dumps(self.plugin.schema)}"
+        )
 
     def begin(self) -> str | None:
         from openenv import GenericEnvClient
@@ -41,15 +43,15 @@ class OpenEnvSession(Episode):
 
     def step(self, reply: dict[str, Any]) -> tuple[str, float | None, bool]:
         self.turns += 1
-        late, needed = self.turns >= self.plugin.limit, self.plugin.schema.get("required", [])
+        is_last, needed = self.turns >= self.plugin.limit, self.plugin.schema.get("required", [])
         try:
             result = self.env.step(as_fields(content(reply), needed))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
                 raise
-            return f"That is no action: {error}", self.plugin.illegal, late
+            return f"That is not an action: {error}", self.plugin.illegal, is_last
         reward = None if result.reward is None else number(result.reward)
-        return json.dumps(result.observation), reward, bool(result.done or late)
+        return json.dumps(result.observation), reward, bool(result.done or is_last)
 
     def close(self) -> None:
         if self.env is not None:

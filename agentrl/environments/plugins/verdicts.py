@@ -34,8 +34,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def some_key() -> Iterator[None]:
-    """Sets a key for packages that make a client when they are imported, and never call it."""
+def placeholder_key() -> Iterator[None]:
+    """Sets a key for packages that create a client when they are imported, and never use it."""
     had = os.environ.get("OPENAI_API_KEY")
     os.environ["OPENAI_API_KEY"] = had or "none"
     try:
@@ -45,13 +45,13 @@ def some_key() -> Iterator[None]:
             del os.environ["OPENAI_API_KEY"]
 
 
-class OfThisRollout:
-    """Proxy of a global object of a package; each rollout has its own instance."""
+class PerRollout:
+    """Proxy for a package's global object, with an instance for each rollout."""
 
     def __init__(self) -> None:
-        self._instance: ContextVar[Any] = ContextVar("own")
+        self._instance: ContextVar[Any] = ContextVar("instance")
 
-    def set_own(self, value: Any) -> None:
+    def set_instance(self, value: Any) -> None:
         self._instance.set(value)
 
     def __getattr__(self, name: str) -> Any:
@@ -70,8 +70,8 @@ SAMPLES = "inspect_ai._eval.task.run"  # logger of the code that runs samples
 
 @contextmanager
 def no_timeouts() -> Iterator[None]:
-    """Raises RuntimeError at its end if Inspect logged a TimeoutError of a solver or tool, after
-    which it then scores."""
+    """Raises RuntimeError at its end if Inspect logged a TimeoutError of a solver or tool, which it
+    scores nevertheless."""
     messages: list[str] = []
 
     class Kept(logging.Handler):
@@ -120,10 +120,10 @@ def scores(by_scorer: dict[str, Any], score: str) -> dict[str, float]:
     if not values:
         raise RuntimeError("no scorer gave a score")
     if score not in values and (score or len(values) > 1):
-        wanted = [name for name in values if name.partition("/")[0] == score] or [*values]
-        if score and len(wanted) == 1:
-            return values | {"outcome": values[wanted[0]]}
-        raise RuntimeError(f"set environment_options.score to one of its scores: {wanted}")
+        candidates = [name for name in values if name.partition("/")[0] == score] or [*values]
+        if score and len(candidates) == 1:
+            return values | {"outcome": values[candidates[0]]}
+        raise RuntimeError(f"set environment_options.score to one of its scores: {candidates}")
     return values | {"outcome": values[score or next(iter(values))]}
 
 

@@ -14,14 +14,14 @@ from agentrl import reward
 from agentrl.core.types import Json
 from agentrl.environments import Endpoint, Environment
 from agentrl.environments.plugins.verdicts import (
-    OfThisRollout,
+    PerRollout,
     digest,
     held_out,
+    placeholder_key,
     scores_of_episode,
-    some_key,
 )
 
-judge: Any = OfThisRollout()
+judge: Any = PerRollout()
 
 
 class Verifiers(Environment):
@@ -32,7 +32,7 @@ class Verifiers(Environment):
 
     def __init__(self, what: str, **arguments: Any) -> None:
         sys.path.insert(0, str(self.root))
-        with some_key():
+        with placeholder_key():
             import verifiers
 
             self.what, self.env = what, verifiers.load_environment(what, **arguments)
@@ -68,7 +68,7 @@ class Verifiers(Environment):
 
         both = (endpoint, *map(endpoint.role, self.roles))
         clients = [AsyncOpenAI(base_url=target.url, api_key=target.key) for target in both]
-        judge.set_own(clients[-1])
+        judge.set_instance(clients[-1])
         row, client = dict(self.rows[at[0]][at[1]]), OpenAIChatCompletionsClient(clients[0])
         client.raise_from_native_response = accept
         async with clients[0], clients[-1]:

@@ -47,7 +47,7 @@ from agentrl.algorithms.model.scaled import inputs_of
 from agentrl.algorithms.model.tool_formats import THINK
 from agentrl.core.access import ANYBODY, Access
 from agentrl.core.errors import PolicyError, nearest
-from agentrl.core.http import ask_for_key, listen, read_body
+from agentrl.core.http import listen, read_body, require_key
 from agentrl.core.types import POLICY, Sampling
 
 T = TypeVar("T")
@@ -482,7 +482,7 @@ class EmbeddedServer:
 
     async def _listen(self) -> None:
         self._runner, url = await listen(
-            self._routes.app(ask_for_key(self._access)),
+            self._routes.app(require_key(self._access)),
             self._host,
             self._port,
             access=self._access,

@@ -28,7 +28,7 @@ from agentrl.algorithms.engines.vllm.protocol import (
     versioned,
 )
 from agentrl.core.access import Access
-from agentrl.core.http import NO_KEY, given_key
+from agentrl.core.http import NO_KEY, request_key
 from agentrl.core.processes import die_with_parent, seal
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
@@ -73,7 +73,7 @@ class HoldMiddleware:
         decoded = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()
         }
-        return self._callers.allows(given_key(decoded))
+        return self._callers.allows(request_key(decoded))
 
     async def _handle_control(
         self, scope: MutableMapping[str, Any], receive: Receive, send: Send

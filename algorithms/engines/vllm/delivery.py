@@ -181,7 +181,7 @@ class SleepCycle:
         """Wake a part, if it is asleep: WEIGHTS, and then KEYS."""
         if tag in self._asleep:
             await servers.post(f"/wake_up?tags={tag}")
-            self._asleep.discard(tag)  # a restart meanwhile has woken it
+            self._asleep.discard(tag)  # no error: a restart may have woken it meanwhile
 
     @property
     def dropped(self) -> bool:
@@ -210,11 +210,11 @@ class ParityCheck:
         probe = list(self.learned.probe)
         for answer in await servers.post(COMPLETIONS, body | {"prompt": probe}):
             rows = answer["choices"][0]["prompt_logprobs"]
-            if differs := self._differs(policy, probe, rows):
+            if difference := self._differs(policy, probe, rows):
                 version = self.serving.versions[policy]
                 raise PolicyError(
-                    "vLLM serves other weights than the learner's after publishing version "
-                    f"{version}: {differs}"
+                    "vLLM serves different weights from the learner's after publishing version "
+                    f"{version}: {difference}"
                 )
         inputs = self.learned.inputs
         if inputs is None or not (messages := inputs.probe()):
@@ -222,11 +222,12 @@ class ParityCheck:
         body |= {"messages": messages, "return_token_ids": True}
         for answer in await servers.post(CHAT, body):
             read = inputs.read(answer["prompt_token_ids"], messages)
-            if differs := self._differs(policy, read, answer["prompt_logprobs"]):
+            if difference := self._differs(policy, read, answer["prompt_logprobs"]):
                 raise PolicyError(
-                    f"vLLM sees an image otherwise than the learner: {differs}; start it with the "
-                    "policy's own preprocessor_config.json, without --mm-processor-kwargs, and "
-                    "install its versions of torchvision and transformers here"
+                    f"vLLM reads an image differently from the learner: {difference}; start "
+                    "it with the policy's own preprocessor_config.json, without "
+                    "--mm-processor-kwargs, and install its versions of torchvision and "
+                    "transformers here"
                 )
 
     def _differs(self, policy: str, tokens: list[int], rows: list[Any]) -> str:
@@ -258,8 +259,8 @@ class ParityCheck:
             pairs = zip(served, self._scored(policy, probe + tokens)[-len(tokens) :], strict=True)
             if all(abs(a - b) <= self.tolerance for a, b in pairs):  # log-probs at temperature 1
                 raise PolicyError(
-                    "vLLM returns log-probs of another distribution than it samples from; start it "
-                    "with --logprobs-mode processed_logprobs"
+                    "vLLM returns log-probs of a distribution from which it does not sample; start "
+                    "it with --logprobs-mode processed_logprobs"
                 )
 
     def _scored(self, policy: str, tokens: list[int]) -> list[float]:

@@ -64,7 +64,7 @@ from agentrl.algorithms.engines.vllm.protocol import (
 )
 from agentrl.core.access import ANYBODY, Access
 from agentrl.core.errors import PolicyError
-from agentrl.core.http import KEY_HEADERS, ask_for_key, listen, read_body
+from agentrl.core.http import KEY_HEADERS, listen, read_body, require_key
 from agentrl.core.types import POLICY, Json
 
 ENGINES = {
@@ -344,7 +344,7 @@ class VllmFleet:
 
     async def _listen(self) -> None:
         app = web.Application(
-            client_max_size=MAX_REQUEST_BYTES, middlewares=[ask_for_key(self._access)]
+            client_max_size=MAX_REQUEST_BYTES, middlewares=[require_key(self._access)]
         )
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(

@@ -61,8 +61,8 @@ CRASH_GRACE = 15.0  # seconds to wait after a failed request for the server to e
 class VllmServer:
     """A PolicyServer with a copy of the learner's weights. Invariant: only the holder of
     `_changing` changes weights, one change at a time. Outside of a change calls are admitted, and
-    each is answered by the version that its response names; after a failed publish they wait until
-    one succeeds, because they would be answered with wrong weights."""
+    each is answered by the version that its response names; after a failed publish calls wait for
+    one that succeeds, because they would be answered with wrong weights."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class VllmServer:
                     try:
                         await self.delivery.send_all(self.delivery.control.only(server))
                     except (PolicyError, LostError) as error:
-                        log.warning("%s is back and cannot be used: %s", server, error)
+                        log.warning("%s is back but cannot be used: %s", server, error)
                         continue
                     await self.host.adopt(server)
                     if not self._publish_failed:
@@ -262,8 +262,8 @@ class Restarts:
     def __init__(
         self, host: VllmHost, start: Callable[[], Awaitable[None]], may_start: asyncio.Event
     ) -> None:
-        """start: starts vLLM with the newest weights. may_start: set while it may take its memory;
-        any work sets it."""
+        """start: starts vLLM with the newest weights. may_start: set while vLLM may take GPU
+        memory; any work sets it."""
         self.up = asyncio.Event()
         self.failed: PolicyError | None = None
         self._host, self._start, self._may_start = host, start, may_start
@@ -289,7 +289,7 @@ class Restarts:
                     raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
 
     def published(self) -> None:
-        """Allow as many restarts again."""
+        """Allow MAX_RESTARTS restarts again."""
         self._since_publish = 0
 
     async def wait_for_failure(self) -> PolicyError:
@@ -311,7 +311,7 @@ class Restarts:
 
     async def _restart(self) -> None:
         reason = self._host.failure_reason()
-        log.warning("vLLM ended and is started again with the newest weights; %s", reason)
+        log.warning("vLLM ended and is restarted with the newest weights; %s", reason)
         while self._since_publish < MAX_RESTARTS:
             self._since_publish += 1
             try:

@@ -85,8 +85,7 @@ class TransferSync(WeightSync):
             raise PolicyError(
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s"
             ) from None
-        # Raised by NCCL, CUDA and vLLM's checks.
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:  # of NCCL, CUDA and vLLM's checks
             raise PolicyError(f"vLLM: weights could not be sent: {error}") from error
 
     def close(self) -> None:
@@ -175,8 +174,8 @@ def rendezvous(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     family, _, _, _, address_of_server = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as towards:
-        towards.connect(address_of_server)  # sends nothing
-        address: str = towards.getsockname()[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address_of_server)  # sends nothing
+        address: str = probe.getsockname()[0]
     with socket.create_server((address, 0), family=family) as listener:
         return address, int(listener.getsockname()[1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.audit.episodes import _outcome, audit_episodes
 from agentrl.core.config import RunConfig
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments.runner import Played
 
 WORLD = """
@@ -33,7 +33,7 @@ class World(Environment):
 async def test_a_script_plays_in_place_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "audited.py").write_text(WORLD)
     for what, verdict in (("sound", "no hole found"), ("open", "exploitable")):
-        named = Named.read(f"audited.py:World:{what}", {}, tmp_path)
+        named = EnvironmentName.read(f"audited.py:World:{what}", {}, tmp_path)
         report = await audit_episodes(named, RunConfig(), 60.0)
         assert report.verdict == verdict, report
         assert [one.attack for one in report.alarms] == ["the question"] * (what == "open")
@@ -60,7 +60,7 @@ class Games(Environment):
 async def test_luck_and_returns_without_a_scale_are_no_hole(tmp_path: Path) -> None:
     (tmp_path / "games.py").write_text(GAMES)
     for what, verdict in (("labels", "no hole found"), ("steps", "not audited")):
-        named = Named.read(f"games.py:Games:{what}", {}, tmp_path)
+        named = EnvironmentName.read(f"games.py:Games:{what}", {}, tmp_path)
         report = await audit_episodes(named, RunConfig(), 60.0)
         assert (report.verdict, report.findings) == (verdict, []), report
 

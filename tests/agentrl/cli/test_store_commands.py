@@ -85,7 +85,7 @@ def test_a_vacuum_cannot_be_tried(path: Path, limits: tuple[str, ...]) -> None:
 def test_an_age_has_a_unit(path: Path, age: str) -> None:
     result = CliRunner().invoke(cli, ["store", "prune", f"--older-than={age}"])
     assert result.exit_code == 2
-    assert "write it like" in result.output
+    assert "write it as" in result.output
 
 
 def test_which_store(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

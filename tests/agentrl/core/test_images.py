@@ -84,11 +84,11 @@ def test_a_rotation_that_only_exif_tells_is_refused(form: str, orientation: int)
         (picture(transparency=(0, 0, 90)), "transparency; send RGBA"),
         (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
         (b'\n<?xml version="1.0"?><svg/>', "SVG"),
-        (picture("BMP"), "no PNG"),
-        (picture("TIFF"), "no PNG"),
-        (b"%PDF-1.7", "no PNG"),
-        (b"\0\0\0\x20ftypavif", "no PNG"),
-        (b"", "no PNG"),
+        (picture("BMP"), "not a PNG"),
+        (picture("TIFF"), "not a PNG"),
+        (b"%PDF-1.7", "not a PNG"),
+        (b"\0\0\0\x20ftypavif", "not a PNG"),
+        (b"", "not a PNG"),
     ],
 )
 def test_others_are_refused(body: bytes, why: str) -> None:

@@ -39,7 +39,7 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 
 def decode(body: bytes, content_type: str) -> list[Span]:
-    return otlp.decode_some(body, content_type)[0]
+    return otlp.decode_valid(body, content_type)[0]
 
 
 def test_spans_of_the_real_sdk() -> None:
@@ -139,7 +139,7 @@ def test_an_unusable_span_is_counted_and_the_rest_is_kept(
     spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
     spans.insert(0, spans[0] | wrong)
     body = json.dumps(request).encode()
-    found, unusable, why = otlp.decode_some(body, "application/json")
+    found, unusable, why = otlp.decode_valid(body, "application/json")
     assert ([span.id for span in found], unusable) == ([SPAN], 1)
     assert reason in why
     assert decode(body, "application/json") == found
@@ -203,7 +203,7 @@ def test_text_that_is_not_unicode_is_replaced_and_other_spans_are_kept(
     first = b'{%s, %s, %s, "name": %s}' % (ids, times, said, name)
     second = b'{%s, %s, "name": "good"}' % (ids, times)
     body = b'{"resourceSpans": [{"scopeSpans": [{"spans": [%s, %s]}]}]}' % (first, second)
-    found, unusable, why = otlp.decode_some(body, "application/json")
+    found, unusable, why = otlp.decode_valid(body, "application/json")
     assert [span.name for span in found] == [stored if place == "name" else "n", "good"]
     assert found[0].attributes["k"] == (stored if place == "attribute" else "v")
     assert (unusable, "half a surrogate pair, was replaced" in why) == (0, True)

@@ -62,4 +62,4 @@ def test_what_does_not_fit_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"make \(.*mine_unfit.py:4\) must take \(config, root\)"):
         plugins.check_call(make, "config", "root", key=KEY)
     with pytest.raises(ConfigError, match=r"returned dict, which is no Runs: it has no run"):
-        plugins.check_protocol({}, Runs, by=make, key=KEY)
+        plugins.check_protocol({}, Runs, source=make, key=KEY)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from agentrl.cli.main import cli
 from agentrl.core import plugins
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import ConfigError
 from agentrl.environments import hosted
 from agentrl.environments import packages as command_install
@@ -112,7 +112,7 @@ def test_held_out_questions_that_are_trained_are_left_out_and_counted(here: Path
     )
     assert said in done.output
     assert "contradict" not in done.output
-    named = Named.read("sums.py:Sums:x", {})
+    named = EnvironmentName.read("sums.py:Sums:x", {})
     assert len(hosted.tasks(named, "heldout")) == 16
     assert len(hosted.tasks(named, "train")) == 20
 

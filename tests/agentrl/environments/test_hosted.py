@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.audit.scoring import trace_of
 from agentrl.audit.subjects import audit_run
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ErrorKind, RolloutState
 from agentrl.environments import hosted
@@ -138,7 +138,7 @@ async def test_a_verifier_that_hangs_is_ended_and_others_go_on(bench: Bench, pla
 
 async def test_results_are_scored_there_outside_of_rollouts(elsewhere: Path) -> None:
     """As an audit and `agentrl rescore` do."""
-    named = Named.read("worlds.py:Questions:x", {"python": str(elsewhere)}, HERE)
+    named = EnvironmentName.read("worlds.py:Questions:x", {"python": str(elsewhere)}, HERE)
     task: dict[str, Any] = {"input": "train 1", "answer": "1"}
     for result, outcome in (("1", 1.0), ("2", 0.0)):
         rows = await hosted.verifier(named)(task, result, trace_of(task, result))
@@ -146,7 +146,7 @@ async def test_results_are_scored_there_outside_of_rollouts(elsewhere: Path) -> 
 
 
 async def test_a_helper_ends_with_its_starter() -> None:
-    helper = Helper(Named("worlds.py:Questions", "x", root=str(HERE)))
+    helper = Helper(EnvironmentName("worlds.py:Questions", "x", root=str(HERE)))
     await helper.ask(Request("describe", helper.named))
     process = helper.process
     assert process is not None
@@ -157,8 +157,8 @@ async def test_a_helper_ends_with_its_starter() -> None:
 
 def test_tasks_and_ground_truth_come_from_there(elsewhere: Path) -> None:
     options = f'{{"python":"{elsewhere}"}}'
-    there = Named("worlds.py:Line", "3", options, str(HERE))
-    here = Named("worlds.py:Line", "3", root=str(HERE))
+    there = EnvironmentName("worlds.py:Line", "3", options, str(HERE))
+    here = EnvironmentName("worlds.py:Line", "3", root=str(HERE))
     for split in ("train", "heldout"):
         assert hosted.tasks(there, split) == hosted.tasks(here, split)
     assert hosted.solution(there, {"goal": 2}) == ["right", "right"]
@@ -166,7 +166,7 @@ def test_tasks_and_ground_truth_come_from_there(elsewhere: Path) -> None:
 
 
 def test_what_is_drawn_from_a_set_of_texts_is_the_same_in_each_process(elsewhere: Path) -> None:
-    named = Named("worlds.py:Drawn", "3", f'{{"python":"{elsewhere}"}}', str(HERE))
+    named = EnvironmentName("worlds.py:Drawn", "3", f'{{"python":"{elsewhere}"}}', str(HERE))
     first, second = (hosted.ask(Request("tasks", named, "train")) for _ in range(2))
     assert first == second
 
@@ -174,11 +174,11 @@ def test_what_is_drawn_from_a_set_of_texts_is_the_same_in_each_process(elsewhere
 def test_the_interpreter_beside_the_run_file_is_taken(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = Named("worlds.py:Line", "3", root=str(elsewhere.parents[2]))
+    named = EnvironmentName("worlds.py:Line", "3", root=str(elsewhere.parents[2]))
     assert named.python == str(elsewhere)
     monkeypatch.chdir(elsewhere.parents[2])
-    assert Named("worlds.py:Line", "3", root=str(HERE)).python == str(elsewhere)
-    assert Named("other.py:Line", "3", root=str(HERE)).python == ""
+    assert EnvironmentName("worlds.py:Line", "3", root=str(HERE)).python == str(elsewhere)
+    assert EnvironmentName("other.py:Line", "3", root=str(HERE)).python == ""
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_interpreter_that_cannot_help_is_a_sentence(
     if text:
         python.write_text(text)
         python.chmod(0o755)
-    named = Named("worlds.py:Line", "3", f'{{"python":"{python}"}}', str(HERE))
+    named = EnvironmentName("worlds.py:Line", "3", f'{{"python":"{python}"}}', str(HERE))
     with pytest.raises(ConfigError) as raised:
         hosted.describe(named)
     assert str(raised.value).startswith("environment = 'worlds.py:Line:3'")
@@ -208,6 +208,6 @@ def test_another_version_of_agentrl_there_is_refused(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.__version__", "9.9")
-    named = Named("worlds.py:Line", "5", f'{{"python":"{elsewhere}"}}', str(HERE))
+    named = EnvironmentName("worlds.py:Line", "5", f'{{"python":"{elsewhere}"}}', str(HERE))
     with pytest.raises(ConfigError, match=r"has agentrl 0.*, and this is 9\.9; `agentrl env inst"):
         hosted.describe(named)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.config import load
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.types import Scope
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
@@ -57,7 +57,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_page_has_an_example_of_each_way_to_play(folder: Path) -> None:
     kinds = {
-        name: hosted.describe(Named(f"{name.lower()}.py:{name}", "x", root=str(folder))).kind
+        name: hosted.describe(
+            EnvironmentName(f"{name.lower()}.py:{name}", "x", root=str(folder))
+        ).kind
         for name in EXAMPLES
     }
     assert kinds == {"Sums": "verify", "Guess": "open", "Debate": "run"}
@@ -67,7 +69,7 @@ def test_the_page_has_an_example_of_each_way_to_play(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 async def test_an_example_is_played(folder: Path, name: str) -> None:
-    named = Named(f"{name.lower()}.py:{name}", "x", root=str(folder))
+    named = EnvironmentName(f"{name.lower()}.py:{name}", "x", root=str(folder))
 
     async def reply(role: str, messages: Any, tools: Any) -> Any:
         return {"role": "assistant", "content": RIGHT[name](role, messages)}

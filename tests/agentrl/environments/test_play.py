@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.types import ErrorKind, Rollout, RolloutState, Scope
 from agentrl.environments import Endpoint, EpisodeError, play
 from agentrl.environments.hosted import load_class
@@ -224,7 +224,7 @@ ZERO = {"on_truncation": "zero", "error_reward": -1.0, "timeout": 2.0, "calls_op
 async def test_an_environment_that_hangs_or_ends_is_not_paid_as_an_agent_would_be(
     world: str, fault: str, says: str
 ) -> None:
-    named = Named.read(f"worlds.py:{world}:1", {"fault": fault}, HERE)
+    named = EnvironmentName.read(f"worlds.py:{world}:1", {"fault": fault}, HERE)
     task = {"id": "a", "input": {"goal": 2} if world != "Driver" else "x"}
     roles = {"*": "script"}
     async with stage(named, timeout=2.0, agent=ZERO, roles=roles) as on:
@@ -238,7 +238,7 @@ async def test_an_environment_that_hangs_or_ends_is_not_paid_as_an_agent_would_b
 
 
 async def test_what_a_policy_that_takes_too_many_turns_gets_is_set_by_the_run_file() -> None:
-    named = Named.read("worlds.py:Line:1", {"goal": 3}, HERE)
+    named = EnvironmentName.read("worlds.py:Line:1", {"goal": 3}, HERE)
     async with stage(named, timeout=6.0, agent=ZERO) as on:
 
         async def slow(role: str, messages: list[Any], tools: Any) -> Any:

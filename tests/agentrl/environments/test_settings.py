@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentrl import trainer
 from agentrl.cli.main import cli
 from agentrl.core.config import differences, from_store, load, to_toml
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.core.errors import ConfigError
 from agentrl.core.loading import load_tasks
 from agentrl.environments import hosted
@@ -31,7 +31,7 @@ def test_it_stands_for_agent_tasks_and_verifier(tmp_path: Path) -> None:
     assert config.verifier.path == f"environment:verifier:{end}"
     which, named = parse(config.tasks.train, HERE)
     assert (which, named.name) == ("train", "worlds.py:Line:3")
-    assert named.given == {"goal": 1}
+    assert named.arguments == {"goal": 1}
     assert named.python == str(HERE / "x y")
     assert from_store(msgspec.to_builtins(config)) == config
     file = tmp_path / "run.toml"
@@ -220,7 +220,7 @@ def test_its_own_interpreter_is_said(
 
 
 def test_paths_are_relative_to_the_run_file() -> None:
-    assert made(Named("worlds.py:Line", "3", root=str(HERE))).root == HERE
+    assert made(EnvironmentName("worlds.py:Line", "3", root=str(HERE))).root == HERE
 
 
 def test_a_dry_run_shows_what_it_stands_for(tmp_path: Path) -> None:

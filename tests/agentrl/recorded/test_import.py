@@ -211,7 +211,7 @@ async def test_cut_off_files_are_read_up_to_there(tmp_path: Path) -> None:
     assert len(traces) == 2
     told = "\n".join(done.issues.lines())
     assert "a line is no JSON, such as one that was cut off, and is left out: cut.jsonl:16" in told
-    assert "a file is cut off or no JSON from some place on" in told
+    assert "a file is truncated or not JSON from some point on" in told
     assert "a row is of no known format and is left out: no.json: what" in told
 
 

@@ -188,7 +188,7 @@ def test_look_redacts_for_good(tmp_path: Path) -> None:
     assert "redacted: 4 of email" in looked
     assert "Where correct>=1: 2 demonstrations" in looked
     again = runner.invoke(cli, ["traces", "import", str(source), out]).output
-    assert "0 traces added, 1 were there already" in again
+    assert "0 traces added, 1 were already there" in again
     assert b"a@b.example" not in Path(out).read_bytes()
     told = json.loads(runner.invoke(cli, ["traces", "look", out, "--json"]).output)
     assert (told["traces"], told["demonstrations"]) == (1, {"planner": 1, "writer": 1})

@@ -108,7 +108,7 @@ def test_a_canary_is_not_for_the_agent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"task.toml": "[environment"}, "is no Harbor task"),
+        ({"task.toml": "[environment"}, "is not a Harbor task"),
         ({"task.toml": "[agent]\ntimeout_sec = 'soon'"}, "timeout_sec"),
         ({"task.toml": "[environment]\nnetwork_mode = 'sometimes'"}, "network_mode"),
         ({"task.toml": "[environment]\nmemory = 'much'"}, "write it as '2G'"),

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from agentrl.core.config import resolve
-from agentrl.core.files import lasting
+from agentrl.core.files import duration_text
 from agentrl.core.processes import LOG_LEVEL, PHASE, log_phase
 from agentrl.core.types import Counts, NewRollout, Outcome, Purpose, StepCommit, StepRow
 from agentrl.store import open_store
@@ -300,7 +300,7 @@ def test_the_time_left_counts_each_step_and_each_evaluation_that_is_due(tmp_path
     assert Progress(config, evaluated).seconds_left() == 5 * 2 + 4
     assert Progress(config, rows).seconds_left() == 5 * 2 + 2 * 30  # also that after step 5
     assert Progress(config, []).seconds_left() is None
-    assert [lasting(x) for x in (7.4, 119, 130, 7300, 9e4, 5.4e6)] == [
+    assert [duration_text(x) for x in (7.4, 119, 130, 7300, 9e4, 5.4e6)] == [
         "7 s",
         "119 s",
         "2 min",

@@ -405,7 +405,7 @@ def test_an_explanation_is_a_table_and_loses_nothing() -> None:
         "scale missing, advantage -0.25\n"
         "  sum: advantage -0.25\n"
         "  weight in the loss (psi): -0.1 per token (advantage -0.25 x gates 1 x share 0.4)\n"
-        "  the step used advantage 1, and the chain above comes to 2\n"
+        "  the step used advantage 1, but the chain above results in 2\n"
         "call c-1, solver, 1 tokens\n  not in the loss\n"
         "gates and penalties\n  Gate(Clip(0.2))\n"
     )

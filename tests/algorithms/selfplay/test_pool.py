@@ -260,7 +260,7 @@ def test_an_opponent_is_held_until_the_step_of_its_rollouts() -> None:
         ),
         ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
         ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
-        ({"seats": ["judge", "a"]}, "'gpt' plays them and does not learn, as policy do"),
+        ({"seats": ["judge", "a"]}, "'gpt' plays them and does not learn; policy do"),
         (
             {"seats": [*SEATS, "c"], "opponents": "pfsp"},
             "group_size = 8 is not a multiple of the 3",

@@ -259,7 +259,7 @@ def date_text() -> Any:
 
 def episode_of(fault: str) -> Any:
     """What verifiers says of an episode whose task fails: errors, and the reward."""
-    from agentrl.core.config.derived import Named
+    from agentrl.core.config.derived import EnvironmentName
     from agentrl.environments import hosted, runner
     from agentrl.environments.plugins import verifiers
 
@@ -272,7 +272,7 @@ def episode_of(fault: str) -> Any:
 
     verifiers.scores_of_episode = noted
     injected = ROOT / "tests/environments/injected"
-    named = Named.read(f"{injected}/plugins.py:VerifiersV1:faulty_taskset", {}, injected)
+    named = EnvironmentName.read(f"{injected}/plugins.py:VerifiersV1:faulty_taskset", {}, injected)
     os.environ["INJECTED_FAULT"] = fault
 
     async def said(role: str, messages: Any, tools: Any) -> Any:
@@ -497,10 +497,10 @@ def matches(function: str, *given: Any) -> float:
 @check("openai-evals")
 def match_by_prefix() -> Any:
     """What `Match` counts: whether the answer begins with the ideal one."""
-    from agentrl.environments.plugins.verdicts import some_key
+    from agentrl.environments.plugins.verdicts import placeholder_key
 
     os.environ["EVALS_THREADS"] = "1"
-    with some_key():
+    with placeholder_key():
         api, record = import_module("evals.api"), import_module("evals.record")
     seen: list[Any] = []
     record._default_recorder.set(

@@ -1,5 +1,4 @@
-"""Does a small model get better at tasks that nobody here wrote, measured by their reward and by a
-rule of our own?
+"""Does a small model get better at public tasks, measured by their reward and by a rule of our own?
 
 python -m tests.benchmarks.public --json [--results FILE] [--tasks NAME ...] [--seeds 1 2 3]
 
@@ -60,12 +59,12 @@ class Results:
                 row = json.loads(line)
                 self.rows[row.pop("task"), row.pop("arm"), row.pop("seed")] = row
 
-    def add(self, key: Key, found: Figures) -> None:
-        self.rows[key] = found
+    def add(self, key: Key, figures: Figures) -> None:
+        self.rows[key] = figures
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
-                file.write(json.dumps({**dict(zip(NAMES, key, strict=True)), **found}) + "\n")
+                file.write(json.dumps({**dict(zip(NAMES, key, strict=True)), **figures}) + "\n")
 
 
 def arms(options: argparse.Namespace, results: Results, folder: Path) -> Iterator[
@@ -75,21 +74,21 @@ def arms(options: argparse.Namespace, results: Results, folder: Path) -> Iterato
     the tasks of the first run."""
     for seed in options.seeds:
         for task in options.tasks:
-            made = Maker(task, str(options.model), seed, folder, options, results)
-            yield (task.name, "train", seed), made.train
+            maker = Maker(task, str(options.model), seed, folder, options, results)
+            yield (task.name, "train", seed), maker.train
             if seed == options.seeds[0]:
-                yield (task.name, "tokens", 0), made.tokens
-                yield (task.name, "baselines", 0), made.baselines
+                yield (task.name, "tokens", 0), maker.tokens
+                yield (task.name, "baselines", 0), maker.baselines
             if options.trl and task.name in COMPARED:
-                yield (task.name, "trl", seed), made.trl
+                yield (task.name, "trl", seed), maker.trl
 
 
 class Maker:
     """The arms of a task and a seed."""
 
-    def __init__(self, task: Public, model: str, seed: int, *given: Any) -> None:
+    def __init__(self, task: Public, model: str, seed: int, *shared: Any) -> None:
         self.task, self.model, self.seed = task, model, seed
-        self.folder, self.options, self.results = given
+        self.folder, self.options, self.results = shared
 
     def train(self) -> Figures:
         return train(self.task, self.model, self.seed, self.folder, self.options.set)
@@ -97,24 +96,24 @@ class Maker:
     def tokens(self) -> Figures:
         size = MORE_TOKENS * config_of(self.task, self.model).sampling.max_tokens
         longer = ["steps=0", f"sampling.max_tokens={size}"]
-        found = train(self.task, self.model, self.seed, self.folder, longer, "-longer")
-        return {"before": found["before"]}
+        figures = train(self.task, self.model, self.seed, self.folder, longer, "-longer")
+        return {"before": figures["before"]}
 
     def baselines(self) -> Figures:
         return without_model(self.task, self.model, self.run)
 
     def trl(self) -> Figures:
-        given = self.task, self.model, self.seed, self.folder, self.options.trl
-        return trl(*given, self.run)
+        arguments = self.task, self.model, self.seed, self.folder, self.options.trl
+        return trl(*arguments, self.run)
 
     @property
     def run(self) -> Figures:
-        """Raises LookupError if it was not trained."""
+        """Figures of the training run. Raises LookupError if there is none."""
         return self.results.rows[self.task.name, "train", self.seed]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, str]]:
-    """All that is missing, and why what could not be measured was not."""
+    """Measure all missing arms; also returns why others could not be measured."""
     results, absent = Results(options.results), dict[str, str]()
     for key, play in arms(options, results, folder):
         if key in results.rows or key[1] not in options.arms:
@@ -147,11 +146,11 @@ def main() -> None:
         raise SystemExit(f"{MODEL} is missing: make smollm-model")
     with tempfile.TemporaryDirectory() as folder:
         results, absent = measure(options, options.runs or Path(folder))
-    found = summary(results.rows)
+    figures = summary(results.rows)
     if options.page:
         above = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-        PAGE.write_text(f"{above}{MARK}\n\n{table(found)}\n", encoding="utf-8")
-    print(json.dumps({"tasks": found, "absent": absent}) if options.json else table(found))
+        PAGE.write_text(f"{above}{MARK}\n\n{table(figures)}\n", encoding="utf-8")
+    print(json.dumps({"tasks": figures, "absent": absent}) if options.json else table(figures))
     for key, why in {} if options.json else absent.items():
         print(f"absent: {key}: {why}")
 

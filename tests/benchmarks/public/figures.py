@@ -12,13 +12,13 @@ Z = 1.96  # 95 %
 Figures = dict[str, Any]
 Rows = Mapping[tuple[str, str, int], Figures]  # by task, arm and seed
 MEASURES = ("reward", "strict", "lenient")
-HARDEST, EASIEST = 0.03, 0.6  # shares that are right before training, of tasks that show anything
+HARDEST, EASIEST = 0.03, 0.6  # shares right before training between which a task shows anything
 LEARNED = "It learned"  # how `agentrl why` begins
 
 
-def values(found: Figures, measure: str) -> list[float]:
+def values(figures: Figures, measure: str) -> list[float]:
     """A number for each held-out task."""
-    return [float(one) for one in found[measure]]
+    return [float(value) for value in figures[measure]]
 
 
 def interval(numbers: Sequence[float]) -> list[float]:
@@ -45,37 +45,37 @@ def gain(runs: Sequence[Figures], measure: str) -> list[float]:
 def summary(rows: Rows) -> dict[str, Figures]:
     """All figures of each task."""
     by_task: dict[str, dict[str, dict[int, Figures]]] = defaultdict(lambda: defaultdict(dict))
-    for (task, arm, seed), found in rows.items():
-        by_task[task][arm][seed] = found
+    for (task, arm, seed), figures in rows.items():
+        by_task[task][arm][seed] = figures
     return {task: of_task(arms) for task, arms in by_task.items() if "train" in arms}
 
 
 def of_task(arms: Mapping[str, Mapping[int, Figures]]) -> Figures:
     seeds = sorted(arms["train"])
     runs = [arms["train"][seed] for seed in seeds]
-    found: Figures = {"seeds": seeds, "heldout": len(runs[0]["after"]["strict"])}
+    summary: Figures = {"seeds": seeds, "heldout": len(runs[0]["after"]["strict"])}
     for measure in MEASURES:
         for when in ("before", "after"):
-            found[f"{measure}_{when}"] = interval(averaged(runs, when, measure))
-        found[f"{measure}_gain"] = gain(runs, measure)
-    start = found["strict_before"][0]
-    found["suits"] = EASIEST >= start >= HARDEST
-    found["by_seed"] = [gain([run], "strict")[0] for run in runs]
-    found |= {"cpu_per_step": [run.get("cpu_per_step") for run in runs]}
-    found |= {"peak_mb": [run["peak_mb"] for run in runs], "why": [run["why"] for run in runs]}
-    found["reason"] = [next(iter(run["reasons"]), "") for run in runs]
-    found["unsaid"] = [seed for seed, run in zip(seeds, runs, strict=True) if unsaid(run)]
+            summary[f"{measure}_{when}"] = interval(averaged(runs, when, measure))
+        summary[f"{measure}_gain"] = gain(runs, measure)
+    start = summary["strict_before"][0]
+    summary["suits"] = EASIEST >= start >= HARDEST
+    summary["by_seed"] = [gain([run], "strict")[0] for run in runs]
+    summary |= {"cpu_per_step": [run.get("cpu_per_step") for run in runs]}
+    summary |= {"peak_mb": [run["peak_mb"] for run in runs], "why": [run["why"] for run in runs]}
+    summary["reason"] = [next(iter(run["reasons"]), "") for run in runs]
+    summary["unsaid"] = [seed for seed, run in zip(seeds, runs, strict=True) if unsaid(run)]
     for arm, when, name in (("tokens", "before", "more_tokens"), *BASELINES):
-        for one in arms.get(arm, {}).values():
-            found |= {f"{m}_{name}": interval(values(one[when], m)) for m in MEASURES}
-    if beside := [*arms.get("trl", {}).values()]:
+        for run in arms.get(arm, {}).values():
+            summary |= {f"{m}_{name}": interval(values(run[when], m)) for m in MEASURES}
+    if trl_runs := [*arms.get("trl", {}).values()]:
         for measure in ("reward", "strict"):
-            found[f"trl_{measure}_after"] = interval(averaged(beside, "after", measure))
+            summary[f"trl_{measure}_after"] = interval(averaged(trl_runs, "after", measure))
         for key in ("cpu_per_step", "peak_mb"):
-            found[f"trl_{key}"] = [one[key] for one in beside]
+            summary[f"trl_{key}"] = [run[key] for run in trl_runs]
             ours = median(run[key] for run in runs)
-            found[f"{key}_over_trl"] = ours / median(found[f"trl_{key}"])
-    return found
+            summary[f"{key}_over_trl"] = ours / median(summary[f"trl_{key}"])
+    return summary
 
 
 BASELINES = (("baselines", "digits", "digits"), ("baselines", "common", "common"))
@@ -91,11 +91,11 @@ HEAD = ("task", "seeds", "reward", "right", "gain", "named", "4 x tokens", "cons
         "CPU s a step", "GB")  # fmt: skip
 
 
-def table(found: Mapping[str, Figures]) -> str:
+def table(by_task: Mapping[str, Figures]) -> str:
     """A table in Markdown, in per cent, and what `agentrl why` says of each run."""
-    lines = [HEAD, *(cells(task, row) for task, row in found.items())]
+    lines = [HEAD, *(cells(task, row) for task, row in by_task.items())]
     above, *rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([above, f"|{'---|' * len(HEAD)}", *rows, "", *said(found)])
+    return "\n".join([above, f"|{'---|' * len(HEAD)}", *rows, "", *why_lines(by_task)])
 
 
 def cells(task: str, row: Figures) -> list[str]:
@@ -111,10 +111,10 @@ def cells(task: str, row: Figures) -> list[str]:
     return [task, seeds, reward, right, gained, named, *others, *costs]
 
 
-def said(found: Mapping[str, Figures]) -> list[str]:
+def why_lines(by_task: Mapping[str, Figures]) -> list[str]:
     """What `agentrl why` says of each run, and TRL's figures."""
     lines = list[str]()
-    for task, row in found.items():
+    for task, row in by_task.items():
         for seed, *why in zip(row["seeds"], row["why"], row["reason"], strict=True):
             silent = " UNSAID: the reward rose alone." * (seed in row["unsaid"])
             lines.append(f"- `{task}`, seed {seed}: {' '.join(filter(None, why))}{silent}")
@@ -130,5 +130,5 @@ def said(found: Mapping[str, Figures]) -> list[str]:
     return lines
 
 
-def percent(found: Sequence[float] | None) -> str:
-    return "" if found is None else f"{100 * found[0]:.0f}"
+def percent(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"{100 * bounds[0]:.0f}"

@@ -15,7 +15,7 @@ from typing import Any
 from tests.benchmarks.public.measures import WRONG, Right, calls, listed, number, word
 
 Row = dict[str, Any]  # a task of the environment
-Turns = Sequence[tuple[str, str]]  # what the model was told last, and what it replied
+Turns = Sequence[tuple[str, str]]  # the last message to the model, and its reply
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ def total(question: str, _: Row) -> str:
 
 # -- needles: "Ann likes tea. Bob likes it, too. \nWho likes tea? Reply only with a name."
 def who(question: str, _: Row) -> str:
-    told, asked = question.rsplit("\n", 1)
-    wanted = re.sub(r"^Who |\? Reply only with a name\.$", "", asked)
+    text, question_line = question.rsplit("\n", 1)
+    predicate = re.sub(r"^Who |\? Reply only with a name\.$", "", question_line)
     [name] = [
-        fact.removesuffix(f" {wanted}") for fact in facts(told) if fact.endswith(f" {wanted}")
+        fact.removesuffix(f" {predicate}") for fact in facts(text) if fact.endswith(f" {predicate}")
     ]
     return name
 
 
-def facts(told: str) -> list[str]:
-    return told.strip().rstrip(".").split(". ")
+def facts(text: str) -> list[str]:
+    return text.strip().rstrip(".").split(". ")
 
 
 def person(question: str, reply: str, answer: str) -> Right:
     """No other name of the text stands in the reply, even one of several words."""
-    told = facts(question.rsplit("\n", 1)[0])
-    return word(reply, answer, [fact.split()[0] for fact in told])
+    statements = facts(question.rsplit("\n", 1)[0])
+    return word(reply, answer, [fact.split()[0] for fact in statements])
 
 
 # -- families: the last words are "How is A related to B? Provide the relationship in one word."
@@ -77,21 +77,21 @@ sister-in-law aunt uncle niece nephew cousin grandparent grandchild parent child
 
 
 def relation(_: str, reply: str, answer: str) -> Right:
-    said = re.sub(r"[- ]in[- ]law", "-in-law", reply)
-    return word(said, answer, RELATIONS.split())
+    normalised = re.sub(r"[- ]in[- ]law", "-in-law", reply)
+    return word(normalised, answer, RELATIONS.split())
 
 
 # -- products: "Solve the following multiplication: 2 * 4. Give only the result ..."
 def product(question: str, _: Row) -> str:
-    *_, asked = re.findall(r"multiplication: ([-\d* ]+)\.", question)
-    return str(prod(map(int, asked.split("*"))))
+    *_, factors = re.findall(r"multiplication: ([-\d* ]+)\.", question)
+    return str(prod(map(int, factors.split("*"))))
 
 
 # -- words: "... sort these words in ascending order (...) and return them ...: b, a"
 def in_order(question: str, _: Row) -> str:
-    *_, asked = re.findall(r"sort these words in (?:as|des)cending order.*", question)
-    words = asked.rpartition(":")[2].strip().split(", ")
-    return ", ".join(sorted(words, reverse="in descending" in asked))
+    *_, request = re.findall(r"sort these words in (?:as|des)cending order.*", question)
+    words = request.rpartition(":")[2].strip().split(", ")
+    return ", ".join(sorted(words, reverse="in descending" in request))
 
 
 def sequence(_: str, reply: str, answer: str) -> Right:
@@ -100,9 +100,9 @@ def sequence(_: str, reply: str, answer: str) -> Right:
 
 # -- letters: 'How many times does the letter "u" appear in the text: "..."?'
 def occurrences(question: str, _: Row) -> str:
-    found = re.search(r'the letter "(.)" appear in the text: "(.*)"\?', question, re.DOTALL)
-    assert found is not None
-    return str(found[2].lower().count(found[1].lower()))
+    match = re.search(r'the letter "(.)" appear in the text: "(.*)"\?', question, re.DOTALL)
+    assert match is not None
+    return str(match[2].lower().count(match[1].lower()))
 
 
 # -- cups: "Ball starts: [0] [X] [2] ... swapped cups 0 and 1. ..."
@@ -110,8 +110,8 @@ def cup(question: str, _: Row) -> str:
     started = re.search(r"Ball starts: (.*)", question)
     assert started is not None
     ball = started[1].split().index("[X]")
-    for one, other in re.findall(r"swapped cups (\d+) and (\d+)", question):
-        ball = {int(one): int(other), int(other): int(one)}.get(ball, ball)
+    for left, right in re.findall(r"swapped cups (\d+) and (\d+)", question):
+        ball = {int(left): int(right), int(right): int(left)}.get(ball, ball)
     return str(ball)
 
 
@@ -134,7 +134,7 @@ def requested(_: str, row: Row) -> str:
     return allowed()[row["input"]]
 
 
-def made(_: str, reply: str, answer: str) -> Right:
+def right_calls(_: str, reply: str, answer: str) -> Right:
     return calls(reply, json.loads(answer))
 
 
@@ -150,6 +150,6 @@ TASKS = {
         Public(
             "products", "verifiers", product, numeric, "<answer>{}</answer>", teacher="products"
         ),
-        Public("function-calls", "bfcl", requested, made, teacher="functions"),
+        Public("function-calls", "bfcl", requested, right_calls, teacher="functions"),
     )
 }

@@ -48,8 +48,8 @@ def functions(messages: Messages, tools: Any) -> dict[str, Any]:
     function = dice.choice(tools)["function"]
     fields = function["parameters"]["properties"]
     needed = function["parameters"].get("required", [])
-    given = {name: value_of(fields[name], question, dice) for name in needed if name in fields}
-    return {"tool_calls": [{"name": function["name"], "arguments": given}]}
+    arguments = {name: value_of(fields[name], question, dice) for name in needed if name in fields}
+    return {"tool_calls": [{"name": function["name"], "arguments": arguments}]}
 
 
 def value_of(field: dict[str, Any], question: str, dice: Random) -> Any:

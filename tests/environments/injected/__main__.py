@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
 from tests.environments.injected import plugins
@@ -81,7 +81,7 @@ async def ends(name: str) -> dict[str, dict[str, Any]]:
 
 async def played(name: str, what: str, folder: Path) -> dict[str, dict[str, Any]]:
     class_, _, options, places, replies = PLAYED[name]
-    named = Named.read(f"{HERE}/plugins.py:{class_}:{what}", options, folder)
+    named = EnvironmentName.read(f"{HERE}/plugins.py:{class_}:{what}", options, folder)
     task, found = hosted.tasks(named, "train")[0], {}
     faults = [(place, kind) for place in places for kind in (*plugins.RAISED, "hang")]
     faults += [("set-up", "broken reset")] * ("open" in places and "set-up" in places)

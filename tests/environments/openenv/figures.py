@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.config.derived import Named
+from agentrl.core.config.derived import EnvironmentName
 from agentrl.environments import hosted
 from agentrl.environments.runner import stage
 from tests.environments.openenv.served import served
@@ -14,7 +14,7 @@ from tests.environments.openenv.served import served
 
 async def figures(url: str) -> dict[str, Any]:
     """An echo is worth 0.1 a sign, at most 1: ten signs in each of two turns score 2 of 2."""
-    named = Named.read(f"openenv:{url}", {"limit": 2}, ".")
+    named = EnvironmentName.read(f"openenv:{url}", {"limit": 2}, ".")
     tasks = {split: hosted.tasks(named, split) for split in ("train", "heldout")}
 
     async def reply(role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) 
 
 @pytest.mark.parametrize("executor", ["async", "threads", "pool"])
 def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> None:
-    with pytest.raises(ConfigError, match="may listen to this machine only"):
+    with pytest.raises(ConfigError, match="may serve this machine only"):
         chosen(PATH, executor=executor, host="0.0.0.0")
     for host in ("127.0.0.2", "::1", "localhost"):  # as the gateway itself has it
         assert chosen(PATH, executor=executor, host=host)
@@ -116,7 +116,7 @@ def none(config, root, gateway, runner): ...
         ("Bare", None, "returned an executor without 'sealed'"),
         ("short", None, "must take (config, root, gateway, runner)"),
         ("none", None, "it has no start, run, close"),
-        ("Shared", None, "the gateway may listen to this machine only"),
+        ("Shared", None, "the gateway may serve this machine only"),
         ("Shared", len, "give the agent in the run file"),
     ],
 )

@@ -14,14 +14,14 @@ client = AsyncOpenAI()
 async def agent(question: str) -> str:
     messages = [{"role": "user", "content": question}]
     for _ in range(4):
-        answer = await client.chat.completions.create(
+        response = await client.chat.completions.create(
             model="policy", messages=messages, tools=TOOLS
         )
-        said = answer.choices[0].message
-        if not said.tool_calls:
-            return said.content or ""
-        messages.append(said)
-        for call in said.tool_calls:
-            found = look_up(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        message = response.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message)
+        for call in message.tool_calls:
+            result = look_up(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""

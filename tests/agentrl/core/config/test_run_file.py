@@ -39,10 +39,10 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         (
             "[upstreams.judge]",
             [],
-            r"either its base_url or the text that is its answer .*upstreams",
+            r"either base_url, or text, the answer to every call .*upstreams",
         ),
-        ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
-        ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
+        ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either base_url, or text"),
+        ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"key_env belong to a base_url"),
         ("[upstreams.policy]\nbase_url = 'http://x'", [], r"has the name of a policy"),
         ("[roles]\n'*' = 'policy'", [], r'roles\."\*" is for a run without a policy'),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
@@ -86,7 +86,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         (
             "[algorithm]\ngroup_order = 'completed'\nmax_staleness = 1\nbranching = {kind = 'mc'}",
             [],
-            r"group_order: rollouts join a group when all of its own have ended",
+            r"group_order: with algorithm.branching or counterfactual, rollouts join a",
         ),
         ("", ["algorithm.min_lr=1e-7"], r"algorithm\.min_lr: a constant"),
         (

@@ -149,5 +149,5 @@ def test_impossible_settings_are_sentences() -> None:
     assert [*live.problems(None)] == [
         "live.promotion.rule = 'better' compares two versions that serve at the same time: "
         "live.share must be between 0 and 1, not 1",
-        "live.promotion.most = 19: no decision is made on less than 20",
+        "live.promotion.most = 19: no decision is made on fewer than 20",
     ]

@@ -313,7 +313,7 @@ async def test_a_child_killed_before_resume_returns_with_the_update(
     assert killed
     assert any(isinstance(answer, str) for answer in callers.answers)
     assert await version(server) == str(newest)
-    assert "vLLM ended and is started again with the newest weights" in caplog.text
+    assert "vLLM ended and is restarted with the newest weights" in caplog.text
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -171,7 +171,7 @@ REFUSED = {
     "half": ({"url": "data:image/png;base64,AAA"}, "not base64"),
     "spaces": ({"url": "data:image/png;base64,AA AA"}, "not base64"),
     "letters": ({"url": "data:image/png;base64,AA\xe9A"}, "not base64"),
-    "empty": ({"url": "data:image/png;base64,"}, "no PNG"),
+    "empty": ({"url": "data:image/png;base64,"}, "not a PNG"),
     "cut": ({"url": url(RED[:-20])}, "cut off"),
     "large": ({"url": url(claiming(20_000, 20_000))}, "more than 33554432"),
     "bomb": ({"url": url(claiming(2**31 - 1, 2**31 - 1))}, "more than 33554432"),
@@ -179,7 +179,7 @@ REFUSED = {
     "cmyk": ({"url": url(picture("JPEG", mode="CMYK"))}, "CMYK"),
     "rotated": ({"url": url(picture("JPEG", exif=exif(6)))}, "upright"),
     "svg": ({"url": url(b"<svg/>", "image/svg+xml")}, "SVG"),
-    "pdf": ({"url": url(b"%PDF-1.7", "application/pdf")}, "no PNG"),
+    "pdf": ({"url": url(b"%PDF-1.7", "application/pdf")}, "not a PNG"),
 }
 
 
