@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit.calls import CallRewards
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.presets.process import HINDSIGHT, HindsightReturns, add_hindsight
+from agentrl.algorithms.presets.process import HINDSIGHT, add_hindsight
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.types import Group, Reward
 from tests import factories
-from tests.algorithms.credit.test_calls import near
-from tests.algorithms.worlds import Call, Play, world
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def learner(tiny_llama_dir: Path) -> TorchLearner:
     return TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(tiny_llama_dir: Path, learner: TorchLearner) -> TrainedPolicy:
-    _, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
-    return TrainedPolicy(learner.logprobs, tokenizer)
+    return TrainedPolicy(learner.logprobs, load_model(str(tiny_llama_dir), "float32", "cpu")[1])
 
 
 def group(policy: TrainedPolicy, *, told: str = "", rewards: list[Reward]) -> Group:
@@ -108,9 +103,7 @@ def test_a_step_scores_what_its_algorithm_reads(
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
 
 
-def test_a_full_context_has_no_room_for_the_outcome(
-    policy: TrainedPolicy,
-) -> None:
+def test_a_full_context_has_no_room_for_the_outcome(policy: TrainedPolicy) -> None:
     made = group(policy, rewards=[Reward(value=0.5)])
     first, _ = group(policy, told=TOLD, rewards=[]).rollouts[0].transitions
     size = len(first.prompt) + len(first.completion)
@@ -124,13 +117,3 @@ def test_whatever_reads_the_reward_brings_what_computes_it() -> None:
     assert make("hcapo", {}).prepare == make("grpo+hcapo", {}).prepare == (add_hindsight,)
     assert make("gigpo", {"reward": HINDSIGHT}).prepare == (add_hindsight,)
     assert make("grpo", {}).prepare == ()
-
-
-def test_hindsight() -> None:
-    """D14: the second call looks less probable in hindsight, .7 of the mean, which counts .8."""
-    looks = [math.log(1.3) * 5, math.log(0.7) * 5]
-    calls = [Call(rewards={"h": look}) for look in looks]
-    batch = world(Play(calls, outcome=1.0))
-    near(HindsightReturns(CallRewards("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
-    lost = world(Play([*calls, Call()], outcome=1.0))
-    near(HindsightReturns(CallRewards("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
