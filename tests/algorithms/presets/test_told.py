@@ -32,16 +32,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.config.learning import DataConfig
 from agentrl.core.errors import ConfigError, TrainingError
-from agentrl.core.types import (
-    Branch,
-    ErrorKind,
-    Failure,
-    Group,
-    Reward,
-    Rollout,
-    Transition,
-    int32,
-)
+from agentrl.core.types import Branch, ErrorKind, Failure, Group, Reward, Rollout, Transition, int32
 from tests import factories
 from tests.algorithms.data.test_observations import exact_norm
 
@@ -335,9 +326,11 @@ def test_a_policy_that_does_not_follow_is_told_nothing(
     assert not [r for r in caplog.records if "is not used" in r.getMessage()]  # it was known
 
 
-@pytest.mark.parametrize("of", ["policy", "teacher"])
-@pytest.mark.parametrize("teacher", ["current", "reference"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("of", "teacher", "temperature"),  # each two of them together
+    [("policy", "current", 1.0), ("policy", "reference", 0.5), ("teacher", "current", 0.5),
+     ("teacher", "reference", 1.0)],
+)  # fmt: skip
 def test_over_all_tokens_its_gradient_is_that_of_the_divergence(
     of: Literal["policy", "teacher"],
     teacher: Literal["current", "reference"],
