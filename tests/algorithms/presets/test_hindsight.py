@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from agentrl.algorithms.credit.calls import CallRewards
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.prepare import TrainedPolicy
-from agentrl.algorithms.presets.process import HINDSIGHT, add_hindsight
+from agentrl.algorithms.presets.process import HINDSIGHT, HindsightReturns, add_hindsight
 from agentrl.algorithms.presets.registry import make
 from agentrl.algorithms.train.prepare import Preprocessor
 from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.types import Group, Reward
 from tests import factories
+from tests.algorithms.credit.test_calls import near
+from tests.algorithms.worlds import Call, Play, world
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
@@ -117,3 +121,13 @@ def test_whatever_reads_the_reward_brings_what_computes_it() -> None:
     assert make("hcapo", {}).prepare == make("grpo+hcapo", {}).prepare == (add_hindsight,)
     assert make("gigpo", {"reward": HINDSIGHT}).prepare == (add_hindsight,)
     assert make("grpo", {}).prepare == ()
+
+
+def test_hindsight() -> None:
+    """D14: the second call looks less probable in hindsight, .7 of the mean, which counts .8."""
+    looks = [math.log(1.3) * 5, math.log(0.7) * 5]
+    calls = [Call(rewards={"h": look}) for look in looks]
+    batch = world(Play(calls, outcome=1.0))
+    near(HindsightReturns(CallRewards("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
+    lost = world(Play([*calls, Call()], outcome=1.0))
+    near(HindsightReturns(CallRewards("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
