@@ -409,7 +409,7 @@ def test_a_step_learns_from_each_use(
     assert any(moved)
 
 
-def test_without_a_success_and_nothing_to_tell_the_host_is_unchanged(
+def test_without_a_success_or_a_text_the_host_is_unchanged(
     model: PreTrainedModel, tokenizer: Any
 ) -> None:
     run = updater(model, tokenizer, "grpo", source="sibling", top=4)
@@ -472,7 +472,7 @@ def test_what_is_retired_costs_no_pass(model: PreTrainedModel, tokenizer: Any) -
     assert "reward/transition:told/mean" not in metrics
 
 
-def test_the_start_says_how_much_of_the_text_stands_in_the_answers(
+def test_the_start_says_how_much_of_the_text_is_in_the_answers(
     model: PreTrainedModel, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = groups(tokenizer)

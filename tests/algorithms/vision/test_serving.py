@@ -76,7 +76,7 @@ def gap(model: Any, answer: dict[str, Any], images: Sequence[bytes]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_answers_have_the_log_probs_of_the_class_with_pixel_values(kind: str) -> None:
+async def test_answers_have_the_log_probs_of_a_class_with_pixel_values(kind: str) -> None:
     """Sixteen calls at once, whose prompts differ only in their image; then a second image each."""
     async with serving(kind) as (server, http):
 
