@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agentrl.algorithms.conversations import UNFINISHED, conversations_of, is_unfinished
 from agentrl.algorithms.demonstrations import ConversationReader
 from agentrl.algorithms.demonstrator import message_of, served
 from agentrl.algorithms.model.load import load_model
+from agentrl.cli.main import cli
 from agentrl.core.types import Transition
 from tests import warm
 from tests.factories import call
@@ -42,7 +44,7 @@ VERIFIER = """
 def verify(task, result):
     return float(result == str(task["answer"]))
 """
-COMMAND = ("-m", "agentrl", "demonstrate", "run.toml", "--out", "demos.jsonl")
+COMMAND = ("demonstrate", "run.toml", "--out", "demos.jsonl")
 SCRIPT = ("--script", "teacher.py:answer")
 
 
@@ -54,7 +56,7 @@ def folder(run_folder: Path) -> Path:
 
 
 def demonstrate(folder: Path, *arguments: str) -> Any:
-    return warm.run(*COMMAND, *arguments, cwd=folder)
+    return warm.run("-m", "agentrl", *COMMAND, *arguments, cwd=folder)
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
@@ -164,15 +166,22 @@ def agent(text):
         ([*SCRIPT, "--tasks", "more.jsonl"], "cannot read the task file"),
         ([*SCRIPT, "tasks.heldout=", "--tasks", "heldout"], "tasks.heldout is missing"),
         ([*SCRIPT, "upstreams.demonstrator.text=x"], "has the name of the demonstrator"),
-        (["--script", "teacher.py:broken", "--count", "2"], "raised KeyError: 'nothing' ("),
     ],
 )
 def test_what_cannot_demonstrate_says_why(
-    folder: Path, arguments: list[str], sentence: str
+    folder: Path, arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = demonstrate(folder, *arguments)
+    monkeypatch.chdir(folder)
+    failed = CliRunner().invoke(cli, [*COMMAND, *arguments])
+    assert failed.exit_code != 0
+    assert sentence in f"{failed.exception} {failed.output}"
+    assert not (folder / "demos.jsonl").exists()
+
+
+def test_a_script_that_raises_ends_the_command(folder: Path) -> None:
+    failed = demonstrate(folder, "--script", "teacher.py:broken", "--count", "2")
     assert failed.returncode == 2
-    assert sentence in failed.stderr, failed.stderr
+    assert "raised KeyError: 'nothing' (" in failed.stderr
     assert not (folder / "demos.jsonl").exists()
 
 

@@ -66,9 +66,11 @@ def stirred(model: PreTrainedModel) -> None:
             parameter += 0.05 * torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("scope", ["rollout", "transition"])
-@pytest.mark.parametrize("budget", [1, 4096])
-@pytest.mark.parametrize("kind", ["outcome", "pairs"])
+@pytest.mark.parametrize(
+    ("scope", "budget", "kind"),  # each two of them together
+    [("rollout", 1, "outcome"), ("rollout", 4096, "pairs"), ("transition", 1, "pairs"),
+     ("transition", 4096, "outcome")],
+)  # fmt: skip
 def test_the_gradient_is_that_of_the_cross_entropy(
     tiny_model_dir: Path, scope: str, budget: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,9 +105,7 @@ def test_the_gradient_is_that_of_the_cross_entropy(
     assert all(p.grad is None for p in trainer.scorer.model.parameters())
 
 
-def test_it_learns_the_outcome_after_it_gave_its_rewards(
-    tiny_model_dir: Path,
-) -> None:
+def test_it_learns_the_outcome_after_it_gave_its_rewards(tiny_model_dir: Path) -> None:
     model, trainer = make(tiny_model_dir, lr=1e-3)
     algo = registry.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)

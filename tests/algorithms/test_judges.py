@@ -270,9 +270,7 @@ async def test_worthless_answers_that_it_values_are_named(
 
 
 async def test_a_busy_endpoint_is_asked_again_and_prices_count(
-    store: Store,
-    serve: Callable[[web.Application], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    store: Store, serve: Callable[[web.Application], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_completion, "FIRST_WAIT", 0.0)
     monkeypatch.setenv("JUDGE_KEY", "secret")

@@ -26,15 +26,7 @@ from agentrl.algorithms.why import Reason
 from agentrl.cli.main import cli
 from agentrl.core.config import resolve
 from agentrl.core.errors import NotFound, TrainingError
-from agentrl.core.types import (
-    EMPTY,
-    LOOPS,
-    ErrorKind,
-    Failure,
-    FailureCount,
-    Purpose,
-    Reward,
-)
+from agentrl.core.types import EMPTY, LOOPS, ErrorKind, Failure, FailureCount, Purpose, Reward
 from agentrl.runners.gateway import response
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store

@@ -151,8 +151,7 @@ def test_partial_rewards_that_rise_without_full_ones_are_a_hack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
-    [("yes", "answer"), ("{0} {0}1 {0}2 {0}3", "template"), ("it is {}", "")],
+    ("text", "what"), [("yes", "answer"), ("{0} {0}1 {0}2 {0}3", "template"), ("it is {}", "")]
 )
 def test_one_answer_for_many_tasks_is_a_hack(text: str, what: str) -> None:
     rose = ends([0.0, 1.0] * 5 + [0.0] * 10, [0.0, 1.0, 1.0] * 6 + [0.0] * 2, ("is {}", text))

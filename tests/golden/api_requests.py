@@ -19,11 +19,7 @@ PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
     "WjR9awAAAABJRU5ErkJggg=="
 )
-SCHEMA: Body = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-}
+SCHEMA: Body = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = ("weather", "The weather of a city.", SCHEMA)
 OTHER = ("clock", "The time.", {"type": "object", "properties": {}})
 
@@ -288,8 +284,7 @@ RENDER: dict[str, Callable[[Ask], tuple[str, Body]]] = {
 HELLO = ("user", "Where is it warm?")
 CALL = Scripted(calls=[("call_1", "weather", '{"city": "Lima"}')])
 BOTH = Scripted(
-    "I look at two.",
-    calls=[("call_1", "weather", '{"city": "Lima"}'), ("call_2", "clock", "{}")],
+    "I look at two.", calls=[("call_1", "weather", '{"city": "Lima"}'), ("call_2", "clock", "{}")]
 )
 BROKEN = Scripted(calls=[("call_1", "weather", '{"city": "Li')])
 THOUGHT = Scripted("In Lima.", thought="South is warm now.")
@@ -312,15 +307,10 @@ SHARED: dict[str, list[Exchange]] = {
     "plain": [(ASKED, (LIMA,))],
     "system": [(replace(ASKED, system="Be brief."), (LIMA,))],
     "system parts": [(replace(ASKED, system=["Be brief.", "Be kind."]), (LIMA,))],
-    "options": [
-        (replace(ASKED, temperature=0.3, top_p=0.9, limit=7, stop=("END",)), (LIMA,)),
-    ],
+    "options": [(replace(ASKED, temperature=0.3, top_p=0.9, limit=7, stop=("END",)), (LIMA,))],
     "greedy": [(replace(ASKED, temperature=0.0), (LIMA,))],
     "history": [
-        (
-            Ask([HELLO, ("assistant", LIMA), ("user", "And cold?")]),
-            (Scripted("In Oslo."),),
-        )
+        (Ask([HELLO, ("assistant", LIMA), ("user", "And cold?")]), (Scripted("In Oslo."),))
     ],
     "continued": [
         (ASKED, (LIMA,)),
@@ -488,9 +478,7 @@ OWN: dict[str, dict[str, list[Step]]] = {
             )
         ],
         "metadata": [own("responses", body_of("responses", metadata={"a": "b"}, store=False))],
-        "conversation": [
-            own("responses", body_of("responses", conversation="conv_none")),
-        ],
+        "conversation": [own("responses", body_of("responses", conversation="conv_none"))],
     },
     "messages": {
         "cached parts": [

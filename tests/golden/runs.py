@@ -415,10 +415,7 @@ def cases() -> Iterator[tuple[str, files.Case]]:
             printed = access.command(*given, folder=folder)
             yield (
                 " ".join(words),
-                {
-                    "exit": printed.code,
-                    "text": normal(printed.text, folder).splitlines(),
-                },
+                {"exit": printed.code, "text": normal(printed.text, folder).splitlines()},
             )
 
 

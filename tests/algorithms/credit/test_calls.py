@@ -1,9 +1,9 @@
-"""Credit over calls: the worked numbers of the literature, and what is missing."""
+"""Credit over calls: potentials, and what is missing. Numbers: `tests/golden/credit.jsonl`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -19,10 +19,10 @@ from agentrl.algorithms.credit.calls import (
     ValuesFromReward,
     call_rewards,
 )
-from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
-from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.credit.core import Credit, CriticValues, GroupRelative, Whiten
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.presets.registry import make
+from agentrl.algorithms.presets.replays import BranchAdvantage
+from agentrl.algorithms.presets.states import SameStateRelative
 from agentrl.core.errors import TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, calls_without_tokens, world
 
@@ -39,57 +39,7 @@ def steps(*rewards: float, name: str = "p", **more: Sequence[float]) -> list[Cal
     ]
 
 
-# -- worked numbers of the catalogue ---------------------------------------------------------------
-
-
-def test_step_mdp() -> None:
-    """D1."""
-    batch = world(Play(steps(0, 1, v=[0.4, 0.5])))
-    near(StepGae(ValuesFromReward("transition:v"), "transition:p", 0.9, 0.8)(batch), [0.41, 0.5])
-
-
-def test_every_call_of_a_rollout_gets_its_advantage() -> None:
-    """D2: rollout-level statistics, and those over calls that let busy rollouts dominate."""
-    batch = world(Play([Call()] * 3, outcome=1.0), Play([Call()], outcome=0.0))
-    near(GroupRelative()(batch), [0.5, 0.5, 0.5, -0.5])
-    near(GroupRelative(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
-
-
-def test_discounted_returns() -> None:
-    """D3."""
-    near(Returns("transition:p", 0.9)(world(Play(steps(0, 0, 1)))), [0.81, 0.9, 1])
-    near(Returns(gamma=0.9)(world(Play([Call()] * 3, outcome=1.0))), [0.81, 0.9, 1])
-
-
-def test_mt_grpo() -> None:
-    """D6: the turn reward is of the call before the tool result."""
-    plays = [
-        Play([Call(rewards={"turn": turn}), Call()], outcome=outcome)
-        for turn, outcome in [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
-    ]
-    batch = world(*plays)
-    for eps, best in [(0.0, 2.366025), (1e-4, 2.365575)]:
-        turn = GroupRelative("transition:turn", by=("group", "turn"), norm="std", eps=eps)
-        advantage = weighted_sum((GroupRelative(norm="std", eps=eps), 1.0), (turn, 1.0))(batch)
-        assert advantage[0].item() == pytest.approx(best, abs=5e-7)
-    turn = GroupRelative("transition:turn", by=("group", "turn"), norm="std", eps=0)
-    advantage = weighted_sum((GroupRelative(norm="std", eps=0), 1.0), (turn, 1.0))(batch)
-    near(advantage[1::2], [0.866025, 0.866025, -0.866025, -0.866025])
-    near(advantage[2::2], [0.366025, -1.366025, -1.366025])
-
-
-def test_mt_grpo_compares_by_sums_without_tool_calls() -> None:
-    plays = [
-        Play([Call(rewards={"turn": 1.0}), Call()], outcome=1.0),
-        Play([Call(rewards={"turn": 0.0}), Call()], outcome=0.0),
-        Play([Call()], outcome=1.0),
-    ]
-    advantage = make("mt-grpo", {}).credit(world(*plays))
-    # Outcomes 1, 0, 1; turns 1, 0; sums 2, 0, 1.
-    expected = [0.57735 + 0.707107, 0.57735, -1.154701 - 0.707107, -1.154701, 0.0]
-    near(advantage, expected, within=5e-6)
-    halved = make("mt-grpo", {"weight": 0.5}).credit(world(*plays))  # sums 1.5, 0, 1
-    near(halved[-1:], [0.218218], within=5e-6)
+# -- potentials ------------------------------------------------------------------------------------
 
 
 def test_potential_based_shaping() -> None:
@@ -122,54 +72,6 @@ def test_potentials_do_not_bias_truncated_rollouts() -> None:
     assert torch.allclose(shaped, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_values_from_fresh_continuations() -> None:
-    """D16: V .25 -> .75."""
-    batch = world(Play(steps(0, 0.75, v=[0.25, 0.75])))
-    near(StepGae(ValuesFromReward("transition:v"), "transition:p", 1.0, 0.0)(batch), [0.5, 0.0])
-
-
-def test_tree_grpo() -> None:
-    """D17: two trees of two rollouts."""
-    plays = [
-        Play([Call(node=tree), Call()], outcome=outcome)
-        for tree, outcome in [("A", 1.0), ("A", 0.0), ("B", 1.0), ("B", 1.0)]
-    ]
-    intra = GroupRelative(by=("group", "tree"), norm="std", eps=0)
-    near(intra(world(*plays))[::2], [0.707107, -0.707107, 0, 0])
-    both = weighted_sum((GroupRelative(norm="std", eps=0), 1.0), (intra, 1.0))
-    near(both(world(*plays))[::2], [1.207107, -2.207107, 0.5, 0.5])
-
-
-def test_dr_mas() -> None:
-    """E11: statistics of a role over its calls; and one entry per rollout instead."""
-    plays = [
-        Play([Call(role="a"), *[Call(role="b")] * 3], outcome=1.0),
-        Play([Call(role="a"), Call(role="b")], outcome=0.0),
-    ]
-    batch = world(*plays)
-    near(
-        GroupRelative(at="transition", by=("group", "role"))(batch),
-        [0.5, 0.25, 0.25, 0.25, -0.5, -0.75],
-    )
-    near(GroupRelative(at="role", by=("group", "role"))(batch), [0.5, 0.5, 0.5, 0.5, -0.5, -0.5])
-
-
-def test_at_grpo() -> None:
-    """E12: same task, role and turn."""
-    plays = [
-        Play([Call(role=role, rewards={"p": p}) for role, p in turns])
-        for turns in ([("a", 1.0), ("b", 0.0)], [("a", 0.0), ("a", 1.0)], [("b", 1.0), ("b", 1.0)])
-    ]
-    credit = GroupRelative("transition:p", by=("group", "role", "turn"))
-    near(credit(world(*plays)), [0.5, -0.5, -0.5, 0, 0, 0.5])
-
-
-def test_fading_to_the_start() -> None:
-    """E1: the centred outcome times gamma to the number of calls still to come."""
-    batch = world(Play([Call(tokens=2)] * 3, outcome=1.0), Play([Call()], outcome=0.0))
-    near(TurnDiscount(GroupRelative(), 0.5)(batch), [0.125, 0.125, 0.25, 0.25, 0.5, 0.5, -0.5])
-
-
 # -- what is missing -------------------------------------------------------------------------------
 
 
@@ -180,15 +82,15 @@ def test_a_role_receives_its_reward_at_its_last_call() -> None:
     near(Returns("role:tact")(batch), [1, 1, 1, 5, 3])
 
 
-def a_missing_reward_is_not_zero(credit: Callable[[Batch], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "credit",
+    [GroupRelative(Returns()), Whiten(TurnDiscount(GroupRelative(), 0.9)), SameStateRelative(),
+     GroupRelative(BranchAdvantage(), base="none")],
+)  # fmt: skip
+def test_a_rollout_without_its_reward_is_missing_not_zero(credit: Credit) -> None:
     lost, whole = Play([Call("s")] * 2), [Play([Call("s")], outcome=o) for o in (1.0, 0.0)]
     assert credit(world(lost, *whole))[:2].isnan().all()
     near(credit(world(lost, *whole))[2:], credit(world(*whole)).tolist())
-
-
-def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
-    a_missing_reward_is_not_zero(GroupRelative(Returns()))
-    a_missing_reward_is_not_zero(Whiten(TurnDiscount(GroupRelative(), 0.9)))
 
 
 def test_what_the_data_does_not_have_is_refused() -> None:
@@ -217,14 +119,14 @@ def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
         near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
-def an_empty_batch_has_no_credit(credit: Callable[[Batch], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "credit",
+    [GroupRelative(Returns()), TurnDiscount(GroupRelative(), 0.5), SameStateRelative(depth=2),
+     GroupRelative(BranchAdvantage())],
+)  # fmt: skip
+def test_an_empty_batch_has_no_credit(credit: Credit) -> None:
     empty = world(Play([], outcome=1.0), Play([Call(tokens=0)], outcome=0.0))
     assert credit(empty).shape == (0,)
-
-
-def test_empty_batches_have_no_credit() -> None:
-    an_empty_batch_has_no_credit(GroupRelative(Returns()))
-    an_empty_batch_has_no_credit(TurnDiscount(GroupRelative(), 0.5))
 
 
 def test_potentials_of_no_rollouts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,12 @@ from agentrl.algorithms.objective.ratios import (
     TrustRegion,
 )
 from agentrl.algorithms.presets.registry import library_presets, make
+from agentrl.algorithms.presets.trust_regions import (
+    DivergenceGate,
+    OffPolicyMask,
+    SoftGate,
+    VespoWeight,
+)
 from tests.algorithms.worlds import EVERY_OUTPUT, coefficients_of
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
@@ -296,19 +302,16 @@ def test_key_is_equal_exactly_where_the_tuples_are(pairs: list[tuple[int, int]])
 
 GATES: list[GateFn] = [
     Ratio(), Clip(0, 0), Clip(0.2, 0.2, 1), TrustRegion(0, 0), Truncate(1, 1), RatioInRange(1, 1),
-    InRange(1, 1),
+    InRange(1, 1), SoftGate(), VespoWeight(), OffPolicyMask(0), DivergenceGate("tv", 0, 0, 1),
+    DivergenceGate("kl", 0, 0, 1),
 ]  # fmt: skip
 
 
 @law
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-3, 3)), min_size=1, max_size=8))
 def test_every_gate_is_one_on_policy(tokens: list[tuple[float, float]]) -> None:
-    are_one_on_policy(GATES, tokens)
-
-
-def are_one_on_policy(gates: Sequence[GateFn], tokens: list[tuple[float, float]]) -> None:
     p, advantage = torch.tensor(tokens, dtype=torch.float64).T
-    for gate in gates:
+    for gate in GATES:
         factor = gate(p - p, advantage, LogProbs(p, p, p))
         assert close(factor, torch.ones_like(p), within=1e-12), gate
 

@@ -143,9 +143,7 @@ def test_a_constant_in_the_outcome_changes_nothing(
 
 
 @pytest.mark.parametrize("world_of", WORLDS)
-def test_a_factor_of_the_outcome_scales_peers_and_not_auto(
-    world_of: Callable[..., Plays],
-) -> None:
+def test_a_factor_of_the_outcome_scales_peers_and_not_auto(world_of: Callable[..., Plays]) -> None:
     for seed in range(2):
         plays = several(world_of, seed)
         by_peers, by_auto = credit("peers", plays), credit("auto", plays)
@@ -306,9 +304,7 @@ def test_what_holds_exactly_holds_with_a_memory(
 
 
 @pytest.mark.parametrize("world_of", [unique, single])
-def test_with_a_memory_unique_states_give_plain_credit(
-    world_of: Callable[..., Plays],
-) -> None:
+def test_with_a_memory_unique_states_give_plain_credit(world_of: Callable[..., Plays]) -> None:
     """On the scale of several batches: the deviation of the group's returns, with more freedom."""
     plays = several(world_of, 0, groups=3)
     before = earlier(corridor)

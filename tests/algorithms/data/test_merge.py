@@ -97,9 +97,7 @@ def attempts(draw: st.DrawFn, *, most: int = 8) -> list[Transition]:
 
 @given(attempts())
 @settings(deadline=None, max_examples=200)
-def test_every_sampled_token_is_an_action_once(
-    calls: list[Transition],
-) -> None:
+def test_every_sampled_token_is_an_action_once(calls: list[Transition]) -> None:
     seen: list[tuple[int, int]] = []
     for row in merge(calls):
         assert row.actions.tolist() == sorted(set(row.actions.tolist()))

@@ -173,14 +173,14 @@ def test_branches_count_what_they_share_once(tokenizer: Any) -> None:
     assert found == ["sales Oslo", "", tokenizer.decode(other[shared:]), ""]
 
 
-def test_what_follows_a_replayed_call_is_counted_where_it_was_sampled(tokenizer: Any) -> None:
+def test_what_follows_a_replayed_call_counts_where_sampled(tokenizer: Any) -> None:
     scribe = Scribe(tokenizer)
     first = scribe.call([SYSTEM, ASKED], "query", repeats="elsewhere")
     second = scribe.call([SYSTEM, ASKED, said("query"), tool("sales Oslo")], "sales")
     assert texts(tokenizer, batch_of(tokenizer, [first, second])) == [""]
 
 
-def test_a_result_that_the_template_renders_otherwise_is_reported(
+def test_a_result_that_the_template_renders_otherwise_is_told(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, *_ = conversation(tokenizer)
@@ -224,9 +224,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("packing", ["rows", "trie"])
-@pytest.mark.parametrize("budget", [8, 4096])
+@pytest.mark.parametrize(
+    ("case", "packing", "budget"),  # each two of them together
+    [("one row", "rows", 8), ("one row", "trie", 4096), ("branches", "rows", 4096),
+     ("branches", "trie", 8)],
+)  # fmt: skip
 def test_only_observations_have_a_gradient(
     case: str, packing: Packing, budget: int, model: PreTrainedModel, tokenizer: Any
 ) -> None:

@@ -36,8 +36,10 @@ def desk_of(adapters: LoraAdapters, **settings: Any) -> Desk:
     return Desk(adapters.model, adapters=adapters, policies=POLICIES, **settings)
 
 
-@pytest.mark.parametrize("fixture", ["tiny_model_dir", "tiny_llama_dir", "tiny_moe_dir"])
-@pytest.mark.parametrize("prefill", [512, 16])
+@pytest.mark.parametrize(
+    ("fixture", "prefill"),
+    [("tiny_model_dir", 16), ("tiny_llama_dir", 512), ("tiny_moe_dir", 16), ("tiny_moe_dir", 512)],
+)
 def test_every_row_is_computed_by_its_own_policy(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fixture: str, prefill: int
 ) -> None:

@@ -140,9 +140,7 @@ async def complete(
     return version, tokens, choices[-1].get("agentrl_spans")
 
 
-async def test_published_weights_reach_running_calls(
-    tiny_model_dir: Path,
-) -> None:
+async def test_published_weights_reach_running_calls(tiny_model_dir: Path) -> None:
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
     first = copy.deepcopy(model)
     server = EmbeddedServer(model, tokenizer, max_batch=16, in_flight=True)

@@ -71,10 +71,8 @@ def alone(model: PreTrainedModel, batch: Batch) -> Tensor:
 MakeLearner = Callable[..., TorchLearner]
 
 
-@pytest.fixture(params=["tiny_model_dir", "tiny_llama_dir"])
-def make_learner(request: pytest.FixtureRequest) -> MakeLearner:
-    """Learners that start from the same weights: tied Qwen2, untied Llama."""
-    directory: Path = request.getfixturevalue(request.param)
+def learners_from(directory: Path) -> MakeLearner:
+    """Learners that start from the same weights."""
 
     def make(dtype: torch.dtype = torch.float32, **settings: float) -> TorchLearner:
         model, tokenizer = load_model(directory, device="cpu")
@@ -83,15 +81,27 @@ def make_learner(request: pytest.FixtureRequest) -> MakeLearner:
     return make
 
 
+@pytest.fixture
+def make_learner(tiny_model_dir: Path) -> MakeLearner:
+    """Of a Qwen2 with tied embeddings."""
+    return learners_from(tiny_model_dir)
+
+
+@pytest.fixture(params=["tiny_model_dir", "tiny_llama_dir"])
+def make_either(request: pytest.FixtureRequest) -> MakeLearner:
+    """Of it, or of a Llama with untied ones, where a head has gradients or a file of its own."""
+    return learners_from(request.getfixturevalue(request.param))
+
+
 def weights(learner: TorchLearner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
 
 
-def test_the_gradient_does_not_depend_on_the_token_budget(make_learner: MakeLearner) -> None:
+def test_the_gradient_does_not_depend_on_the_token_budget(make_either: MakeLearner) -> None:
     batch = make_batch()
     updated, norms = [], []
     for budget in (1, 60, 10_000):
-        learner = make_learner(torch.float64, token_budget=budget)
+        learner = make_either(torch.float64, token_budget=budget)
         report = learner.step(batch, psi_for(batch), lr=1e-2)
         assert report.applied
         norms.append(report.grad_norm)
@@ -103,9 +113,9 @@ def test_the_gradient_does_not_depend_on_the_token_budget(make_learner: MakeLear
             torch.testing.assert_close(first, second, atol=1e-10 * norms[0], rtol=0)
 
 
-def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None:
+def test_the_gradient_is_that_of_the_one_loss(make_either: MakeLearner) -> None:
     batch, psi = make_batch(), psi_for(make_batch())
-    learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64)
+    learner = make_either(torch.float64, max_grad_norm=1e9, token_budget=64)
     logprobs = alone(learner.model, batch)
     loss = -(psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs).sum()
     expected = torch.autograd.grad(loss, list(learner.optimizer.parameters.values()))
@@ -120,7 +130,7 @@ def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None
 
 @pytest.mark.parametrize("packing", ["rows", "trie"])
 def test_the_gradient_of_the_entropy_is_that_of_all_logits(
-    make_learner: MakeLearner, packing: str
+    make_either: MakeLearner, packing: str
 ) -> None:
     """At the temperatures of the tokens, weighed by eta beside psi."""
     batch = make_batch(shared=9)
@@ -128,7 +138,7 @@ def test_the_gradient_of_the_entropy_is_that_of_all_logits(
     for number, row in enumerate(batch.rows):
         row.temperature.fill_(0.5 + number / 4)
     entropy_weights = torch.linspace(0, 0.3, batch.n_tokens, dtype=torch.float64)
-    learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64, packing=packing)
+    learner = make_either(torch.float64, max_grad_norm=1e9, token_budget=64, packing=packing)
     dense = []
     for row in batch.rows:
         logits = learner.model(row.tokens[None]).logits[0, row.actions - 1]
@@ -227,14 +237,14 @@ def test_nothing_of_a_step_stays_behind(make_learner: MakeLearner) -> None:
 
 
 def test_resuming_is_bitwise_the_same_as_never_stopping(
-    make_learner: MakeLearner, tmp_path: Path
+    make_either: MakeLearner, tmp_path: Path
 ) -> None:
     batches = [make_batch(seed) for seed in range(4)]
-    learner = make_learner(weight_decay=0.1)
+    learner = make_either(weight_decay=0.1)
     for batch in batches[:2]:
         learner.step(batch, psi_for(batch), lr=1e-2)
     learner.save(tmp_path / "checkpoint")
-    resumed = make_learner(weight_decay=0.1)
+    resumed = make_either(weight_decay=0.1)
     resumed.load(tmp_path / "checkpoint")
     for batch in batches[2:]:
         reports = [each.step(batch, psi_for(batch), lr=1e-2) for each in (learner, resumed)]
@@ -243,9 +253,9 @@ def test_resuming_is_bitwise_the_same_as_never_stopping(
 
 
 def test_a_checkpoint_is_an_ordinary_hugging_face_directory(
-    make_learner: MakeLearner, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make_either: MakeLearner, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    learner: Learner = make_learner()
+    learner: Learner = make_either()
     batch = make_batch()
     learner.step(batch, psi_for(batch), lr=1e-2)
     capfd.readouterr()
@@ -260,9 +270,9 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_directory(
 
 
 def test_a_checkpoint_from_before_the_first_step_loads(
-    make_learner: MakeLearner, tmp_path: Path
+    make_either: MakeLearner, tmp_path: Path
 ) -> None:
-    fresh, used = make_learner(), make_learner()
+    fresh, used = make_either(), make_either()
     fresh.save(tmp_path)
     batch = make_batch()
     used.step(batch, psi_for(batch), lr=1e-2)
@@ -314,11 +324,11 @@ def test_an_optimizer_of_other_parameters_is_refused(tiny_model_dir: Path, tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"token_budget": 60}])
 def test_recomputing_activations_changes_no_gradient(
-    make_learner: MakeLearner, settings: dict[str, int]
+    make_either: MakeLearner, settings: dict[str, int]
 ) -> None:
     batch = make_batch()
-    kept = make_learner(torch.float64, **settings)
-    recomputing = make_learner(torch.float64, gradient_checkpointing=True, **settings)
+    kept = make_either(torch.float64, **settings)
+    recomputing = make_either(torch.float64, gradient_checkpointing=True, **settings)
     seen: dict[str, int] = {}
     for learner in (kept, recomputing):
         calls: list[object] = []
@@ -403,9 +413,7 @@ def test_an_error_that_is_not_about_memory_passes(
         learner.logprobs(make_batch())
 
 
-def test_non_finite_log_probs_change_nothing(
-    make_learner: MakeLearner,
-) -> None:
+def test_non_finite_log_probs_change_nothing(make_learner: MakeLearner) -> None:
     batch, learner = make_batch(), make_learner()
     with torch.no_grad():
         learner.model.get_output_embeddings().weight[7, 0] = math.inf

@@ -124,9 +124,7 @@ WRITTEN = [
 ]
 
 
-def test_arguments_are_rendered_as_they_were_written(
-    tokenizer: Any,
-) -> None:
+def test_arguments_are_rendered_as_they_were_written(tokenizer: Any) -> None:
     for written in WRITTEN:
         assert f'"arguments": {written}}}' in render(tokenizer, history(written))
     text = render(tokenizer, history(*WRITTEN, *WRITTEN))

@@ -103,14 +103,14 @@ def test_answers_are_those_of_peft_and_of_the_merged_model(base: Path, tmp_path:
     assert same(frozen(adapters), before)
 
 
-def test_a_new_adapter_depends_on_seed_and_name_alone(base: Path) -> None:
+def test_a_new_adapter_depends_on_seed_and_name_alone(tiny_llama_dir: Path) -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = make(base, trained=False)
+    first = make(tiny_llama_dir, trained=False)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    second = make(base, dict(reversed(BOTH.items())), trained=False)
-    plain = logits(load_model(base, device="cpu")[0])
+    second = make(tiny_llama_dir, dict(reversed(BOTH.items())), trained=False)
+    plain = logits(load_model(tiny_llama_dir, device="cpu")[0])
     for name in BOTH:
         assert same(copies(first, name), copies(second, name))
         assert torch.equal(adapted(first, name), plain)
@@ -118,8 +118,8 @@ def test_a_new_adapter_depends_on_seed_and_name_alone(base: Path) -> None:
     assert not torch.equal(first.parameters("planner")[key][:2], first.parameters("solver")[key])
 
 
-def test_each_token_may_have_an_adapter_of_its_own(base: Path) -> None:
-    adapters = make(base)
+def test_each_token_may_have_an_adapter_of_its_own(tiny_llama_dir: Path) -> None:
+    adapters = make(tiny_llama_dir)
     layer = adapters.model.get_submodule("model.layers.0.self_attn.q_proj")
     x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -135,8 +135,8 @@ def test_each_token_may_have_an_adapter_of_its_own(base: Path) -> None:
         torch.testing.assert_close(mixed[:, token], alone[name][:, token], rtol=0, atol=1e-6)
 
 
-def test_uses_nest_and_end_with_an_error(base: Path) -> None:
-    adapters = make(base)
+def test_uses_nest_and_end_with_an_error(tiny_llama_dir: Path) -> None:
+    adapters = make(tiny_llama_dir)
     plain, solver = adapted(adapters, None), adapted(adapters, "solver")
     with adapters.using("solver"):
         assert torch.equal(adapted(adapters, None), plain)
@@ -160,10 +160,10 @@ def step(learner: TorchLearner, seed: int, lr: float = 0.01) -> float:
     return learner.step(batch, psi_for(batch), lr=lr).loss
 
 
-def test_learners_that_share_a_base_learn_as_if_each_were_alone(base: Path) -> None:
-    shared = make(base, trained=False)
+def test_learners_that_share_a_base_learn_as_if_each_were_alone(tiny_llama_dir: Path) -> None:
+    shared = make(tiny_llama_dir, trained=False)
     before = frozen(shared)
-    learners = {name: learner_of(shared, name, base) for name in BOTH}
+    learners = {name: learner_of(shared, name, tiny_llama_dir) for name in BOTH}
     losses: dict[str, list[float]] = {name: [] for name in BOTH}
     for seed in range(2):
         for number, name in enumerate(BOTH):
@@ -173,8 +173,8 @@ def test_learners_that_share_a_base_learn_as_if_each_were_alone(base: Path) -> N
             assert same(copies(shared, other), untouched)
     assert same(frozen(shared), before)
     for number, (name, rank) in enumerate(BOTH.items()):
-        alone = make(base, {name: rank}, trained=False)
-        learner = learner_of(alone, name, base)
+        alone = make(tiny_llama_dir, {name: rank}, trained=False)
+        learner = learner_of(alone, name, tiny_llama_dir)
         assert [step(learner, seed, 0.01 * (number + 1)) for seed in range(2)] == losses[name]
         assert same(copies(alone, name), copies(shared, name))
         assert alone.parameters(name)["model.layers.1.self_attn.v_proj.lora_B"].abs().max() > 0
@@ -182,8 +182,8 @@ def test_learners_that_share_a_base_learn_as_if_each_were_alone(base: Path) -> N
         assert torch.equal(learner.logprobs(batch), learners[name].logprobs(batch))
 
 
-def test_an_adapter_learns_what_it_is_rewarded_for(base: Path) -> None:
-    learner = learner_of(make(base, trained=False), "solver", base)
+def test_an_adapter_learns_what_it_is_rewarded_for(tiny_llama_dir: Path) -> None:
+    learner = learner_of(make(tiny_llama_dir, trained=False), "solver", tiny_llama_dir)
     batch = make_batch(0, rollouts=2)
     before = learner.logprobs(batch)
     for _ in range(8):
@@ -211,21 +211,21 @@ def test_the_gradient_is_that_of_peft(base: Path, tmp_path: Path) -> None:
     assert all(p.grad is None for p in adapters.parameters("solver").values())
 
 
-def test_a_resumed_adapter_learns_bitwise_alike(base: Path, tmp_path: Path) -> None:
-    whole = learner_of(make(base, trained=False), "planner", base)
+def test_a_resumed_adapter_learns_bitwise_alike(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    whole = learner_of(make(tiny_llama_dir, trained=False), "planner", tiny_llama_dir)
     losses = [step(whole, seed) for seed in range(4)]
-    interrupted = learner_of(make(base, trained=False), "planner", base)
+    interrupted = learner_of(make(tiny_llama_dir, trained=False), "planner", tiny_llama_dir)
     assert [step(interrupted, seed) for seed in range(2)] == losses[:2]
     save_checkpoint(tmp_path / "c", interrupted, {})
     assert not (tmp_path / "c" / "model.safetensors").exists()  # the base is not copied
 
-    resumed = learner_of(make(base), "planner", base)
+    resumed = learner_of(make(tiny_llama_dir), "planner", tiny_llama_dir)
     load_checkpoint(tmp_path / "c", resumed)
     assert [step(resumed, seed) for seed in range(2, 4)] == losses[2:]
     assert resumed.adapters is not None
     assert whole.adapters is not None
     assert same(copies(resumed.adapters, "planner"), copies(whole.adapters, "planner"))
-    opened = LoraAdapters(load_model(base, device="cpu")[0])
+    opened = LoraAdapters(load_model(tiny_llama_dir, device="cpu")[0])
     opened.open("other-name", tmp_path / "c")
     assert same(copies(opened, "other-name"), load_adapter(tmp_path / "c"))
 
@@ -359,11 +359,14 @@ def test_what_cannot_be_added_is_refused(
         adapters.parameters("planer")
 
 
+def peft_config(**settings: object) -> LoraConfig:
+    named: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    return LoraConfig(**named | settings, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+
+
 def peft_adapter(base: Path, directory: Path, **settings: object) -> Path:
     """An adapter that peft has made and trained, with these settings."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    named: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    config = LoraConfig(**named | settings, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    model, config = AutoModelForCausalLM.from_pretrained(base), peft_config(**settings)
     generator = torch.Generator().manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as of what cannot be merged
@@ -425,19 +428,31 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return peft_adapter(tiny_llama_dir, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_llama_dir: Path) -> LoraAdapters:
+    return make(tiny_llama_dir)
+
+
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_an_unsupported_adapter_is_refused_by_its_setting(
-    case: str, tiny_llama_dir: Path, tmp_path: Path
+    case: str, plain: Path, adapters: LoraAdapters, tmp_path: Path
 ) -> None:
     if case == "init_lora_weights 4" and Version(peft.__version__) < Version("0.21"):
         pytest.skip("peft has no such start")
-    made = peft_adapter(tiny_llama_dir, tmp_path / "made", **UNSUPPORTED[case])
+    made = Path(shutil.copytree(plain, tmp_path / "made"))
+    peft_config(**UNSUPPORTED[case]).save_pretrained(made)
     sets = rf"sets {case.partition(' ')[0]} = .*merge_and_unload"
     with pytest.raises(PolicyError, match=sets):
-        make(tiny_llama_dir).open("other", made)
+        adapters.open("other", made)
     with pytest.raises(PolicyError, match=sets):
         export_merged(made, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+    assert adapters.names == list(BOTH)
 
 
 def test_what_a_newer_peft_has_set_is_refused(tiny_llama_dir: Path, tmp_path: Path) -> None:

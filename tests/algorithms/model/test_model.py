@@ -84,9 +84,7 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(
         load_model(without(untied, "model.embed_tokens.weight"), head=False)
 
 
-def test_a_decoder_that_cannot_be_reloaded_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_decoder_that_cannot_be_reloaded_is_refused(tmp_path: Path) -> None:
     """Of Mllama transformers loads a decoder, and none from what `save_pretrained` writes of it."""
     model_classes.save("mllama", tmp_path)
     with pytest.raises(PolicyError, match="could not load what would be saved"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from agentrl.algorithms.model import chat
 from agentrl.algorithms.model.chat import (
     ByteCache,
     Codec,
@@ -119,9 +120,13 @@ def tokenizer(tiny_model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
-def test_a_large_text_has_the_tokens_that_the_tokenizer_gives(tokenizer: Any) -> None:
-    limited = Codec(tokenizer, 2_000_000)
-    for text in ("Hello <|im_end|> world\n" * 10_000, "x" * 70_000, "Ada <tool_call>" * 80_000):
+def test_a_large_text_has_the_tokens_that_the_tokenizer_gives(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "LARGE", 2**10)
+    monkeypatch.setattr(chat, "MAX_SPLIT_CHARS", 2**14)
+    limited = Codec(tokenizer, 30_000)
+    for text in ("Hello <|im_end|> world\n" * 160, "x" * 1100, "Ada <tool_call>" * 1250):
         assert limited.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert limited.encode_plain(text) == tokenizer(text)["input_ids"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.objective.ratios import (
-    Candidates,
     Clip,
     GateFn,
     InRange,
@@ -19,6 +18,12 @@ from agentrl.algorithms.objective.ratios import (
     RatioInRange,
     Truncate,
     TrustRegion,
+)
+from agentrl.algorithms.presets.trust_regions import (
+    DivergenceGate,
+    OffPolicyMask,
+    SoftGate,
+    VespoWeight,
 )
 
 RHO = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0], dtype=torch.float64)
@@ -61,12 +66,9 @@ def test_no_advantage_is_bounded_like_a_good_one() -> None:
 def test_extreme_ratios_stay_finite() -> None:
     gates: list[GateFn] = [
         Ratio(), Clip(), Clip(0.2, inf), TrustRegion(), Truncate(), RatioInRange(0, inf),
-        InRange(0, inf),
+        InRange(0, inf), SoftGate(), VespoWeight(), OffPolicyMask(), DivergenceGate("tv"),
+        DivergenceGate("kl"),
     ]  # fmt: skip
-    stay_finite(gates)
-
-
-def stay_finite(gates: Sequence[GateFn]) -> None:
     lr = torch.tensor([-1e6, 1e6]).double()
     b, p = torch.tensor([[0.0, -1e6], [-1e6, 0.0]]).double()
     logprobs = LogProbs(p, b, b)
@@ -78,14 +80,3 @@ def stay_finite(gates: Sequence[GateFn]) -> None:
 def test_gates_compare_and_print_by_their_settings() -> None:
     assert Clip(0.2, 0.28) == Clip(hi=0.28)
     assert "hi=0.28" in repr(Clip(0.2, 0.28))
-
-
-def top(mu: Sequence[float], pi: Sequence[float]) -> LogProbs:
-    """Of these probabilities of the symbols, the sampled one first, before the first update and
-    now."""
-    old, now = (torch.tensor([x]).double().log() for x in (mu, pi))
-    return of_candidates(old, now)
-
-
-def of_candidates(old: Tensor, now: Tensor) -> LogProbs:
-    return LogProbs(now[:, 0], old[:, 0], old[:, 0], candidates=Candidates(now, old))

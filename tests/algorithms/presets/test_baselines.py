@@ -87,19 +87,6 @@ def psi_of(algo: Algo, batch: Batch) -> torch.Tensor:
 # -- SPIRAL ----------------------------------------------------------------------------------------
 
 
-def test_the_baseline_of_a_role_is_that_before_its_reward() -> None:
-    """Two wins and a loss of one player, as in the catalogue (E1)."""
-    ours = [play(str(i), "g", {"black": x}, "go", [1, 1]) for i, x in enumerate((1.0, 1.0, -1.0))]
-    algo = make("spiral", {})
-    state = AlgorithmState(algo.remembered)
-    batch = recalled(algo, state, [factories.group(*ours)])
-    black = [0, 1, 4, 5, 8, 9]  # two tokens of black's call, then two of white's
-    advantage = objective.compute_advantages(algo, batch)
-    assert advantage[black].tolist() == pytest.approx([1, 1, 0.95, 0.95, -1.0975, -1.0975])
-    assert advantage[[2, 3]].isnan().all()  # white has no reward
-    assert state.dump() == {algo.remembered[0].name: {"/black": pytest.approx(0.042625)}}
-
-
 def test_any_comparison_may_be_with_the_running_mean() -> None:
     algo = make("reinforce+ema", {"ema_decay": 0.5})
     state = AlgorithmState(algo.remembered)
@@ -210,10 +197,7 @@ def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFi
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
     spiral = AlgorithmState(make("spiral", {}).remembered)
-    for state in (
-        AlgorithmState(),
-        AlgorithmState(make("spiral", {"decay": 0.9}).remembered),
-    ):
+    for state in (AlgorithmState(), AlgorithmState(make("spiral", {"decay": 0.9}).remembered)):
         with pytest.raises(PolicyError, match="of another algorithm"):
             state.restore(spiral.dump())
     (name,) = spiral.dump()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.credit.calls import CallRewards
 from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, WeightedSum, Whiten
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
@@ -16,7 +17,9 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.ratios import LearnerOutput
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets.calls import BiLevelGae, HiperGae
 from agentrl.core.errors import TrainingError
+from tests.algorithms.credit.test_calls import near
 from tests.algorithms.worlds import NAN, Call, Play, world
 
 EVERY: tuple[LearnerOutput, ...] = ("old", "sampler", "reference", "values")
@@ -76,6 +79,30 @@ def test_a_temporal_difference_is_learned_and_credited() -> None:
     algo = registry.make("archer", {"gamma": 0.95}, supplies=EVERY)
     assert known(targets.returns(algo, batch)) == pytest.approx([0.57, 1.0])
     assert known(algo.credit(batch)) == pytest.approx([0.07, 0.4])
+
+
+def test_a_call_without_reward_ends_its_turn_all_the_same() -> None:
+    """RAGEN's own code finds turns by non-zero rewards and merges the others."""
+    calls = [Call(tokens=2, rewards={"p": 0.0}), Call(tokens=2, rewards={"p": 1.0})]
+    batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
+    near(BiLevelGae(CriticValues(), "transition:p")(batch), [0.85, 0.75, 0.7, 0.6])
+
+
+def test_a_planner_begins_segments_and_takes_no_time() -> None:
+    """As D20, where the subgoals are calls of their own and a third role looks on."""
+    one = {"p": 0.0}
+    calls = [
+        Call(role="planner", rewards=one | {"high": 0.5}),
+        Call(rewards=one | {"low": 0.4}),
+        Call(rewards=one | {"low": 0.5}),
+        Call(role="planner", rewards=one | {"high": 0.6}),
+        Call(rewards={"low": 0.7}),
+        Call(role="judge", rewards={"p": 1.0}),
+    ]
+    batch = world(Play(calls))
+    high, low = CallRewards("transition:high"), CallRewards("transition:low")
+    near(HiperGae(high, low, "low", "transition:p", 0.9)(batch), [NAN, 0.086, 0.04, NAN, 0.3, NAN])
+    near(HiperGae(high, low, "high", "transition:p", 0.9)(batch), [0.31, NAN, NAN, 0.4, NAN, NAN])
 
 
 PPOS = ("ppo", "agent-r1", "turn-ppo", "pspo", "ragen")

@@ -47,15 +47,14 @@ CONVERSATIONS = [
 ANSWERS = ["return", "returned", "look"]
 
 
-@pytest.fixture
-def learner(tiny_llama_dir: Path) -> TorchLearner:
-    return TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
+def policy_of(learner: TorchLearner, directory: Path) -> TrainedPolicy:
+    return TrainedPolicy(learner.logprobs, load_model(str(directory), "float32", "cpu")[1])
 
 
-@pytest.fixture
-def policy(tiny_llama_dir: Path, learner: TorchLearner) -> TrainedPolicy:
-    _, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
-    return TrainedPolicy(learner.logprobs, tokenizer)
+@pytest.fixture(scope="module")
+def policy(tiny_llama_dir: Path) -> TrainedPolicy:
+    learner = TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
+    return policy_of(learner, tiny_llama_dir)
 
 
 def ids(policy: TrainedPolicy, text: str) -> list[int]:
@@ -125,9 +124,7 @@ def shown(policy: TrainedPolicy, made: Rollout, **options: bool) -> list[Rollout
     return found.rollouts[1:]
 
 
-def test_the_answer_to_a_repeated_question_replaces_the_first(
-    policy: TrainedPolicy,
-) -> None:
+def test_the_answer_to_a_repeated_question_replaces_the_first(policy: TrainedPolicy) -> None:
     (demonstration,) = shown(policy, session(policy, *ASKED_AGAIN))
     (call,) = demonstration.transitions
     assert list(call.prompt) == ids(policy, written([user(ASKED)]))
@@ -149,9 +146,7 @@ def test_only_a_bad_then_good_answer_is_a_demonstration(
     assert of_calls(add_told([factories.group(session(policy, *said))], policy)[0], "told") == {}
 
 
-def test_a_correction_replaces_the_call_it_is_about(
-    policy: TrainedPolicy,
-) -> None:
+def test_a_correction_replaces_the_call_it_is_about(policy: TrainedPolicy) -> None:
     (demonstration,) = shown(policy, session(policy, CORRECTION))
     (call,) = demonstration.transitions
     assert list(call.prompt) == ids(policy, written(CONVERSATIONS[1]))
@@ -198,7 +193,9 @@ def test_its_gradient_is_that_of_the_divergence() -> None:
     torch.testing.assert_close(leaf.grad, -expected)
 
 
-def test_a_step_learns_from_all_of_it(learner: TorchLearner, policy: TrainedPolicy) -> None:
+def test_a_step_learns_from_all_of_it(tiny_llama_dir: Path) -> None:
+    learner = TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
+    policy = policy_of(learner, tiny_llama_dir)
     preset = "streams+ema+corrections+self-distill"
     options = {"streams": {"turn": {"scope": "transition", "gamma": 0.0}}}
     algo = make(preset, options)

@@ -122,8 +122,10 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(name: str) -> None:
     assert other == 4
 
 
-@pytest.mark.parametrize("name", ["gspo+sat", "grpo+clip-cov", "grpo+kl-cov"])
-@pytest.mark.parametrize("packing", ["rows", "trie"])
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [("gspo+sat", "trie"), ("grpo+clip-cov", "rows"), ("grpo+kl-cov", "trie")],
+)
 def test_micro_batches_change_nothing(name: str, packing: Packing, tiny_llama_dir: Path) -> None:
     def trained(budget: int) -> list[Tensor]:
         model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")

@@ -29,15 +29,14 @@ QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def learner(tiny_llama_dir: Path) -> TorchLearner:
     return TorchLearner(*load_model(str(tiny_llama_dir), "float32", "cpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(tiny_llama_dir: Path, learner: TorchLearner) -> TrainedPolicy:
-    _, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
-    return TrainedPolicy(learner.logprobs, tokenizer)
+    return TrainedPolicy(learner.logprobs, load_model(str(tiny_llama_dir), "float32", "cpu")[1])
 
 
 def group(policy: TrainedPolicy, *, told: str = "", rewards: list[Reward]) -> Group:
@@ -108,9 +107,7 @@ def test_a_step_scores_what_its_algorithm_reads(
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
 
 
-def test_a_full_context_has_no_room_for_the_outcome(
-    policy: TrainedPolicy,
-) -> None:
+def test_a_full_context_has_no_room_for_the_outcome(policy: TrainedPolicy) -> None:
     made = group(policy, rewards=[Reward(value=0.5)])
     first, _ = group(policy, told=TOLD, rewards=[]).rollouts[0].transitions
     size = len(first.prompt) + len(first.completion)

@@ -9,19 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.calls import CallRewards, Returns, StepGae
-from agentrl.algorithms.credit.core import GroupRelative, weighted_sum
+from agentrl.algorithms.credit.calls import CallRewards, StepGae
 from agentrl.algorithms.credit.states import mean_by
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.registry import make
-from agentrl.algorithms.presets.states import (
-    SameStateRelative,
-    reliability,
-    variance_components,
-)
+from agentrl.algorithms.presets.states import reliability, variance_components
 from tests.algorithms.credit.test_calls import (
-    a_missing_reward_is_not_zero,
-    an_empty_batch_has_no_credit,
     near,
 )
 from tests.algorithms.presets.limits import binary
@@ -38,35 +31,6 @@ def test_a_cut_before_any_reward_is_worth_the_last_value() -> None:
     near(credit(world(lost, other))[:3], [0.0, 0.0, NAN])
     won = Play(lost.calls, outcome=0.5)
     near(credit(world(won, other))[:3], [-0.5, -0.5, 0.0])
-
-
-def test_gigpo() -> None:
-    """D4."""
-    batch = world(
-        Play([Call("s0"), Call("s1")], outcome=1.0), Play([Call("s0"), Call("s2")], outcome=0.0)
-    )
-    anchors = SameStateRelative(gamma=0.9)
-    near(anchors(batch), [0.45, 0, -0.45, 0])
-    near(GroupRelative(Returns(gamma=0.9), by=("group", "state"))(batch), [0.45, 0, -0.45, 0])
-    near(weighted_sum((GroupRelative(), 1.0), (anchors, 1.0))(batch), [0.95, 0.5, -0.95, -0.5])
-
-
-def test_hgpo() -> None:
-    """D5: the final steps of three rollouts in the same state."""
-    plays = [
-        Play([Call(before), Call("s")], outcome=outcome)
-        for before, outcome in [("a", 1.0), ("a", 0.0), ("c", 1.0)]
-    ]
-    advantage = SameStateRelative(gamma=1.0, depth=1)(world(*plays))
-    near(advantage[1::2], [0.444444, -0.555556, 0.333333])
-
-
-def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
-    a_missing_reward_is_not_zero(SameStateRelative())
-
-
-def test_an_empty_batch_has_no_credit() -> None:
-    an_empty_batch_has_no_credit(SameStateRelative(depth=2))
 
 
 # -- batch TD --------------------------------------------------------------------------------------

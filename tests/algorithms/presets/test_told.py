@@ -32,16 +32,7 @@ from agentrl.algorithms.train.step import Updater
 from agentrl.core.config import AlgorithmConfig, RunConfig
 from agentrl.core.config.learning import DataConfig
 from agentrl.core.errors import ConfigError, TrainingError
-from agentrl.core.types import (
-    Branch,
-    ErrorKind,
-    Failure,
-    Group,
-    Reward,
-    Rollout,
-    Transition,
-    int32,
-)
+from agentrl.core.types import Branch, ErrorKind, Failure, Group, Reward, Rollout, Transition, int32
 from tests import factories
 from tests.algorithms.data.test_observations import exact_norm
 
@@ -335,9 +326,11 @@ def test_a_policy_that_does_not_follow_is_told_nothing(
     assert not [r for r in caplog.records if "is not used" in r.getMessage()]  # it was known
 
 
-@pytest.mark.parametrize("of", ["policy", "teacher"])
-@pytest.mark.parametrize("teacher", ["current", "reference"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("of", "teacher", "temperature"),  # each two of them together
+    [("policy", "current", 1.0), ("policy", "reference", 0.5), ("teacher", "current", 0.5),
+     ("teacher", "reference", 1.0)],
+)  # fmt: skip
 def test_over_all_tokens_its_gradient_is_that_of_the_divergence(
     of: Literal["policy", "teacher"],
     teacher: Literal["current", "reference"],
@@ -416,7 +409,7 @@ def test_a_step_learns_from_each_use(
     assert any(moved)
 
 
-def test_without_a_success_and_nothing_to_tell_the_host_is_unchanged(
+def test_without_a_success_or_a_text_the_host_is_unchanged(
     model: PreTrainedModel, tokenizer: Any
 ) -> None:
     run = updater(model, tokenizer, "grpo", source="sibling", top=4)
@@ -479,7 +472,7 @@ def test_what_is_retired_costs_no_pass(model: PreTrainedModel, tokenizer: Any) -
     assert "reward/transition:told/mean" not in metrics
 
 
-def test_the_start_says_how_much_of_the_text_stands_in_the_answers(
+def test_the_start_says_how_much_of_the_text_is_in_the_answers(
     model: PreTrainedModel, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = groups(tokenizer)

@@ -25,11 +25,7 @@ TURNS, SIZE, WIDTH = 3, 3, 2
 SETTINGS = {
     "name": "run",
     "sampling": {"max_tokens": 5},
-    "algorithm": {
-        "groups": 1,
-        "group_size": SIZE,
-        "branching": {"kind": "mc", "width": WIDTH},
-    },
+    "algorithm": {"groups": 1, "group_size": SIZE, "branching": {"kind": "mc", "width": WIDTH}},
 }
 
 

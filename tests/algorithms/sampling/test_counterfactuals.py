@@ -165,9 +165,7 @@ def test_rollouts_without_a_lesson_are_not_played_again() -> None:
     assert without(asked) == [("p", "1")]
 
 
-def test_drawn_orders_differ_by_rollout_and_repeat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drawn_orders_differ_by_rollout_and_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "SHAPLEY_ORDERS", 2)
     config = run_file(list("12345"), value="shapley")
     rows = [rollout(name, roles="12345") for name in "abcd"]

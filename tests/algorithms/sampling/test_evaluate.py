@@ -158,11 +158,7 @@ async def test_a_verifier_without_a_number_ends_the_run_at_once(
 @pytest.mark.parametrize(
     ("kinds", "reward", "cure"),
     [
-        (
-            "agent_error",
-            nan,
-            r"by agent_error: no luck\. .* Correct the agent \(agent\.path",
-        ),
+        ("agent_error", nan, r"by agent_error: no luck\. .* Correct the agent \(agent\.path"),
         ("timeout", nan, r"by timeout: no luck\. .* Raise agent\.timeout"),
         ("no_model_call", nan, r"by no_model_call: .* Let the agent call the policy"),
         ("agent_error timeout", nan, ""),  # two causes

@@ -66,9 +66,7 @@ def kept(made: SnapshotStore) -> set[str]:
     return found
 
 
-async def test_a_snapshot_is_served_until_its_last_game_has_ended(
-    tmp_path: Path,
-) -> None:
+async def test_a_snapshot_is_served_until_its_last_game_has_ended(tmp_path: Path) -> None:
     config = run_of(tmp_path, ahead=1)
     async with open_store(config.store) as store:
         made = opponents(config, store)
@@ -88,9 +86,7 @@ async def test_a_snapshot_is_served_until_its_last_game_has_ended(
         assert kept(made) == {"policy@000004", "policy@000005"}
 
 
-async def test_games_against_a_rolled_back_snapshot_are_cancelled(
-    tmp_path: Path,
-) -> None:
+async def test_games_against_a_rolled_back_snapshot_are_cancelled(tmp_path: Path) -> None:
     config = run_of(tmp_path, ahead=1)
     async with open_store(config.store) as store:
         await store.open_run("run", {})

@@ -101,14 +101,6 @@ def test_tools_that_the_template_drops_end_the_run_before_a_step(folder: Path) -
     assert prompt == tuple(calls[0].prompt.tolist())
 
 
-def test_a_model_without_a_template_is_trained_with_a_chosen_one(folder: Path) -> None:
-    (folder / "model" / "chat_template.jinja").unlink()
-    refused = train(folder)
-    assert refused.returncode == 2
-    assert "no chat template; set policy.chat_template = 'chatml'" in refused.stderr
-    assert train(folder, "policy.chat_template=chatml", "steps=1", "--fresh").returncode == 0
-
-
 async def test_a_server_ends_at_the_first_tools_in_vain(folder: Path) -> None:
     server = EmbeddedServer(*load_model(folder / "model", device="cpu"))
     failure = asyncio.ensure_future(server.wait_for_failure())

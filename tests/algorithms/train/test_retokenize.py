@@ -101,9 +101,7 @@ def test_what_cannot_be_rendered_or_is_not_ours_stays_inexact(retokenizer: Retok
     assert completed(retokenizer, *calls) == calls
 
 
-def test_only_what_the_learner_can_read_and_judge_becomes_exact(
-    retokenizer: Retokenizer,
-) -> None:
+def test_only_what_the_learner_can_read_and_judge_becomes_exact(retokenizer: Retokenizer) -> None:
     """Log-probs that nobody computed would say that every token was certain."""
     long = inexact("0", messages=[{"role": "user", "content": "a" * 3000}])
     beyond = replace(

@@ -202,9 +202,7 @@ def test_the_proof_of_packing_shows_a_picture(monkeypatch: pytest.MonkeyPatch) -
     assert not broken.within(PolicyConfig())
 
 
-def test_a_call_whose_images_are_not_found_is_not_trained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_call_whose_images_are_not_found_is_not_trained(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = make("qwen2_5_vl")
     good = looked("1", [4, png(1), 1], [7, 2], model)
     short = structs.replace(good, id="2", prompt=int32([*good.prompt[:3], *good.prompt[4:]]))

@@ -47,6 +47,13 @@ def test_memory_is_estimated_before_it_is_loaded(saved: Path) -> None:
     assert lines[0].startswith("memory: at most")
 
 
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    vision.save(*vision.make("llava", WORDS), folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("words", "tables"),
     [
@@ -59,13 +66,12 @@ def test_memory_is_estimated_before_it_is_loaded(saved: Path) -> None:
     ],
 )
 def test_settings_that_cannot_look_are_refused(
-    words: str, tables: dict[str, Any], tmp_path: Path
+    words: str, tables: dict[str, Any], llava: Path
 ) -> None:
-    vision.save(*vision.make("llava", WORDS), tmp_path)
     own = {"model": "m", "vision": "trained"} | tables.get("policy", {})
     config = factories.config(**tables | {"policy": own})
     with pytest.raises(ConfigError, match=words):
-        load_model(tmp_path, device="cpu", config=config)
+        load_model(llava, device="cpu", config=config)
 
 
 def test_a_model_without_its_image_processor_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -63,10 +63,7 @@ async def test_other_pixels_are_a_sentence_before_the_first_step(
     ("part", "words"),
     [
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "video"),
-        (
-            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-            "audio",
-        ),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
         (image(png(1)[:60]), "image"),
     ],
 )

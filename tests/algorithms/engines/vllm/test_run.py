@@ -206,8 +206,7 @@ async def test_a_server_with_wrong_weights_answers_nobody(
     server, model = started
     right, learned = server.delivery.parity, server.delivery.parity.learned
     wrong = replace(
-        learned,
-        score=lambda policy, tokens: [x - 0.5 for x in learned.score(policy, tokens)],
+        learned, score=lambda policy, tokens: [x - 0.5 for x in learned.score(policy, tokens)]
     )
     server.delivery.parity = replace(right, learned=wrong)
     with pytest.raises(PolicyError, match=r"version 3: log-prob -.* against -.*tolerance 0\.001"):

@@ -158,9 +158,7 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
     memory.close()
 
 
-async def test_a_version_has_a_name_until_no_call_runs_under_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_version_has_a_name_until_no_call_runs_under_it(tmp_path: Path) -> None:
     """With `load_inplace` vLLM would read it again at every forward pass."""
     adapters = weight_sync.make_sync("adapter", learned(weights()), tmp_path, 1.0)
     assert isinstance(adapters, weight_sync.AdapterSync)

@@ -301,8 +301,7 @@ def test_a_missing_or_old_vllm_is_a_sentence(
 NO_REQUESTS = SimpleNamespace(
     state=SimpleNamespace(
         engine_client=SimpleNamespace(
-            generate=None,
-            output_processor=SimpleNamespace(request_states={}, add_request=None),
+            generate=None, output_processor=SimpleNamespace(request_states={}, add_request=None)
         )
     )
 )  # vLLM's application, whose engine takes none

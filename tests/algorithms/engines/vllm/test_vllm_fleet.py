@@ -33,9 +33,7 @@ async def theirs() -> AsyncIterator[list[FakeVllm]]:
 
 
 @pytest.fixture
-async def fleet_of(
-    theirs: list[FakeVllm],
-) -> AsyncIterator[Callable[..., VllmFleet]]:
+async def fleet_of(theirs: list[FakeVllm]) -> AsyncIterator[Callable[..., VllmFleet]]:
     made: list[VllmFleet] = []
 
     def make(**given: Any) -> VllmFleet:
@@ -77,10 +75,7 @@ async def test_callers_send_a_key_that_the_servers_never_see(
     ],
 )
 async def test_servers_that_cannot_be_published_to_are_a_sentence(
-    theirs: list[FakeVllm],
-    fleet_of: Callable[..., VllmFleet],
-    broken: dict[str, Any],
-    message: str,
+    theirs: list[FakeVllm], fleet_of: Callable[..., VllmFleet], broken: dict[str, Any], message: str
 ) -> None:
     for name, value in broken.items():
         setattr(theirs[1], name, value)

@@ -439,10 +439,7 @@ async def test_one_that_dies_asleep_restarts_after_the_learner(
 @pytest.mark.parametrize("sleeper", [2], indirect=True)
 @pytest.mark.parametrize("dies_at", ["/wake_up", "/collective_rpc"])
 async def test_one_that_dies_as_it_wakes_is_started_awake(
-    theirs: list[FakeVllm],
-    sleeper: VllmServer,
-    monkeypatch: pytest.MonkeyPatch,
-    dies_at: str,
+    theirs: list[FakeVllm], sleeper: VllmServer, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
     vllm_, handle, died = theirs[0], theirs[0].handle, []
 

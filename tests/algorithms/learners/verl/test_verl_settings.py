@@ -148,9 +148,7 @@ def test_a_ray_that_does_not_answer_is_noticed_first(
         check(config_of())
 
 
-def test_a_ray_that_answers_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ray_that_answers_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -170,9 +168,7 @@ def test_the_doctor_misses_flash_attention_where_verl_uses_it(
         assert machine.packages(other)[0] == "ok"
 
 
-def test_the_doctor_shows_versions_of_learners_and_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_doctor_shows_versions_of_learners_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("verl", "ray", "vllm", "torch", "numpy")
     installed = [SimpleNamespace(name=name, version="1") for name in names]
     monkeypatch.setattr(machine, "distributions", lambda: installed)

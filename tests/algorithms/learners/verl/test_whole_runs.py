@@ -79,13 +79,7 @@ def of(folder: str) -> list[psutil.Process]:
 
 def start(folder: Path, model: Path, ray: str, *strike: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            sys.executable,
-            str(PROGRAM),
-            str(folder),
-            str(model),
-            *strike,
-        ],
+        [sys.executable, str(PROGRAM), str(folder), str(model), *strike],
         env=environment(RAY_TMPDIR=ray),
         capture_output=True,
         text=True,
