@@ -24,12 +24,7 @@ import uvloop
 from aiohttp import web
 
 from agentrl.core.types import ErrorKind
-from agentrl.runners.executors.inprocess import (
-    InProcessExecutor,
-    as_agent,
-    in_trace,
-    run_guarded,
-)
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, in_trace, run_guarded
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing.attempt_log import AttemptLog
