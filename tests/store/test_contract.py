@@ -223,7 +223,7 @@ async def test_fifty_workers_never_share_a_rollout(opener, store, kit, clock):
     assert set(taken) == {rollout.id for rollout in kit.group("a", 200)}
 
 
-async def test_a_claim_repeats_with_its_id_and_gives_what_is_still_live(store, kit, clock):
+async def test_a_claim_repeats_with_its_id_what_is_still_live(store, kit, clock):
     await store.enqueue(kit.group("a", 5))
     done, lost, kept = await claim(store, 3, claim_id="c")
     assert await claim(store, 3, claim_id="c") == [done, lost, kept]

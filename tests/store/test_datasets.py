@@ -67,7 +67,7 @@ async def test_a_draft_goes_on_with_the_same_spec_and_starts_afresh_with_another
     assert await store.sides([A.digest]) == {}
 
 
-async def test_items_are_right_and_name_versions_and_sides_that_are_there(store):
+async def test_items_are_right_and_of_versions_and_sides_there(store):
     with pytest.raises(NotFound, match="no version 1"):
         await store.add_items("pairs", 1, [PAIR], [A, B])
     await store.draft_dataset("pairs", {})

@@ -293,13 +293,16 @@ async def test_another_language_in_limited_memory(bench: Any, make: Any) -> None
     assert len((await bench.store.trace(rollout.id)).transitions) == 1
 
 
-async def test_what_the_user_can_mend(make: Any) -> None:
-    for agent, says in (
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
         ({"command": []}, r"agent\.path is missing"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
         ({"command": ["cat"], "folder": "/no/such/folder"}, "no folder /no/such/folder"),
         ({"command": ["cat"], "path": "a.py:b"}, "are both set"),
-    ):
-        config = resolve({"name": "test", "agent": agent}, source="test")
-        with pytest.raises(ConfigError, match=says):
-            await make("command", config=config)
+    ],
+)
+async def test_what_the_user_can_mend(make: Any, agent: Any, says: str) -> None:
+    config = resolve({"name": "test", "agent": agent}, source="test")
+    with pytest.raises(ConfigError, match=says):
+        await make("command", config=config)

@@ -507,17 +507,18 @@ async def test_a_killed_runner_leaves_nothing(
     assert not list(everybody.iterdir())
 
 
-def test_what_a_run_file_cannot_ask_for(tmp_path: Path) -> None:
-    command = "is for an agent that is a command"
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"agent": {"path": "a.py:agent", "command": []}}, command),
-        ({"runner": {"executor": "pool"}}, command),
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"agent": {"path": "a.py:agent", "command": []}}, "is for an agent that is a command"),
+        ({"runner": {"executor": "pool"}}, "is for an agent that is a command"),
         ({"workspace": {"sandbox": "container"}}, "set both or neither"),
         ({"workspace": {"source": "", "keep": "always"}}, "without `source`"),
-    ]
-    for tables, says in rows:
-        with pytest.raises(ConfigError, match=says):
-            configured(tmp_path, "", **tables)
+    ],
+)
+def test_what_a_run_file_cannot_ask_for(tmp_path: Path, tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configured(tmp_path, "", **tables)
 
 
 async def test_a_source_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ MALFORMED = [
 ]
 
 
-def test_a_malformed_request_is_refused_and_its_connection_closed(address):
+def test_a_malformed_request_ends_its_connection(address):
     """Another server in front might read another request in it."""
     host, port = address.removeprefix("http://").split(":")
     for other in MALFORMED:
@@ -306,8 +306,8 @@ def test_a_malformed_request_is_refused_and_its_connection_closed(address):
         assert answer.startswith(b"HTTP/1.1 400 "), (other, answer)
 
 
-def test_calls_sent_at_once_are_answered_in_order_however_they_are_cut(address):
-    """Whole ones, halves, and one that is refused between them."""
+def test_calls_sent_at_once_are_answered_in_order(address):
+    """However they are cut: whole ones, halves, and one that is refused between them."""
     host, port = address.removeprefix("http://").split(":")
     keyed = WHOLE.replace(b"host:", b"authorization: Bearer admin-secret\r\nhost:")
     sent = keyed + keyed + keyed.replace(b"{}", b"[]") + keyed
