@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -104,6 +105,19 @@ def register(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
         monkeypatch.syspath_prepend(folder)
 
     return install
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files of a certificate for this machine, by an authority of its own, and of its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    files = {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    options = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    out = ["-out", files["ssl_certfile"], "-keyout", files["ssl_keyfile"]]
+    command = ["openssl", "req", *options, "-days", "1", *subject, *out]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
 
 
 @pytest.fixture(scope="session")

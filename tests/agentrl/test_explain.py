@@ -47,9 +47,7 @@ from tests.algorithms.train.test_update import Recorder
 from tests.algorithms.worlds import EVERY_OUTPUT
 from tests.factories import Register
 
-OPTIONS = {
-    "streams": {"outcome": {"norm": "std"}, "p": {"scope": "transition", "gate": "agree"}},
-}
+OPTIONS = {"streams": {"outcome": {"norm": "std"}, "p": {"scope": "transition", "gate": "agree"}}}
 
 
 def calls(name: str) -> list[Transition]:
@@ -113,11 +111,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     names = [*presets, *(f"{made.host}+{name}" for name, made in modifiers.items())]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
-        algo = make(
-            name,
-            options,
-            supplies=EVERY_OUTPUT,
-        )
+        algo = make(name, options, supplies=EVERY_OUTPUT)
         if algo.reads_critic or algo.needs_greedy or algo.remembered:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)
@@ -370,9 +364,7 @@ async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -
     assert "value -1, baseline 0.126219, advantage -1.12622" in text
 
 
-async def test_the_step_that_trained_a_rollout_is_explained(
-    tmp_path: Path,
-) -> None:
+async def test_the_step_that_trained_a_rollout_is_explained(tmp_path: Path) -> None:
     """With staleness the two differ, and comparisons over the whole batch with them."""
     url = f"sqlite:///{tmp_path / 'store.db'}"
     async with run_of(url, "reinforce++-baseline", max_staleness=1) as run:

@@ -17,14 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agentrl.core.config import AgentConfig, RunConfig, RunnerConfig
-from agentrl.core.types import (
-    Attempt,
-    NewRollout,
-    PolicyVersion,
-    Rollout,
-    Sampling,
-    Transition,
-)
+from agentrl.core.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling, Transition
 from agentrl.runners import main
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor

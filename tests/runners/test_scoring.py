@@ -177,26 +177,23 @@ async def with_a_tool_after_it(text: str) -> None:
         await session.head(url().removesuffix("/v1/chat/completions"))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        with_openai_on_aiohttp,
-        with_anthropic_on_aiohttp,
-        with_httpx_on_requests,
-        with_a_request_that_is_sent_twice,
-        with_a_traceparent_of_its_own,
-        with_a_tool_after_it,
-    ],
-)
-async def test_a_reward_finds_the_latest_model_call_of_any_client(bench: Any, call: Any) -> None:
-    async def agent(text: str) -> None:
-        for name in ("one", "two"):
-            is_async = asyncio.iscoroutinefunction(call)
-            await (call(name) if is_async else asyncio.to_thread(call, name))
-            agentrl.reward(0.5, name)
+CLIENTS = [
+    with_openai_on_aiohttp, with_anthropic_on_aiohttp, with_httpx_on_requests,
+    with_a_request_that_is_sent_twice, with_a_traceparent_of_its_own, with_a_tool_after_it,
+]  # fmt: skip
 
-    found = await given(bench, agent)
-    assert (found["one"], found["two"]) == ([(0.5, "one")], [(0.5, "two")])
+
+async def test_a_reward_finds_the_latest_model_call_of_any_client(bench: Any) -> None:
+    for call in CLIENTS:
+
+        async def agent(text: str, call: Any = call) -> None:
+            for name in ("one", "two"):
+                is_async = asyncio.iscoroutinefunction(call)
+                await (call(name) if is_async else asyncio.to_thread(call, name))
+                agentrl.reward(0.5, name)
+
+        found = await given(bench, agent)
+        assert (found["one"], found["two"]) == ([(0.5, "one")], [(0.5, "two")]), call
 
 
 async def test_a_client_on_top_of_another_makes_one_span(bench: Any) -> None:
@@ -311,24 +308,25 @@ async def test_a_verifier_rewards_steps_and_roles(bench: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("scope", [Scope.TRANSITION, Scope.ROLE])
-async def test_a_verifier_that_rewards_what_does_not_exist_has_failed(
-    bench: Any, scope: Scope
-) -> None:
-    def verify(result: Any) -> Reward:
-        return Reward(value=1.0, scope=scope, target="nobody")
+async def test_a_verifier_that_rewards_what_does_not_exist_has_failed(bench: Any) -> None:
+    def verify(task: Any) -> Reward:
+        return Reward(value=1.0, scope=task["scope"], target="nobody")
 
     async def agent(text: str) -> None:
-        async with httpx.AsyncClient() as client:
-            await ask(client, text)
+        if text == "asks":
+            async with httpx.AsyncClient() as client:
+                await ask(client, text)
 
-    (rollout,) = await bench.run(agent, TASK, verifier=verify)
+    tasks = [{"input": x, "scope": s} for s in ("transition", "role") for x in ("asks", "silent")]
+    rollouts = await bench.run(agent, *tasks, verifier=verify)
     how = 'it has agent. Names of .* write nobody = "policy" below [roles], or roles = ["nobody"]'
-    assert (scope is Scope.ROLE) == all(part in rollout.failure.message for part in how.split(".*"))
-    (rollout,) = await bench.run(lambda text: text, TASK, verifier=verify)
-    assert rollout.failure.kind is ErrorKind.VERIFIER
-    assert f"to the {scope} 'nobody', which this attempt does not have" in rollout.failure.message
-    assert rollout.rewards == []
+    for task, rollout in zip(tasks, rollouts, strict=True):
+        said = f"to the {task['scope']} 'nobody', which this attempt does not have"
+        assert rollout.failure.kind is ErrorKind.VERIFIER, task
+        assert said in rollout.failure.message
+        assert rollout.rewards == [], task
+        helps = all(part in rollout.failure.message for part in how.split(".*"))
+        assert helps == (task == {"input": "asks", "scope": "role"}), task
 
 
 def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:

@@ -21,7 +21,6 @@ import agentrl
 from agentrl.core.types import ErrorKind, Outcome, RolloutState
 from agentrl.runners import main as module
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway import upstream
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -180,22 +179,6 @@ async def test_a_lease_lost_for_a_while_ends_the_attempt(
     assert len((await bench.store.trace(rollout.id)).transitions) == 1
 
 
-async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
-    executor = InProcessExecutor(as_agent(lambda text: text))
-    broken = iter([True])
-
-    class Broken:
-        sealed, limit, start, close = False, None, executor.start, executor.close
-
-        async def run(self, active: Any) -> ExecutionResult:
-            if next(broken, False):
-                raise RuntimeError("a bug")
-            return await executor.run(active)
-
-    (rollout,) = await bench.run(Broken(), TASK)
-    assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
-
-
 async def test_task_without_input(bench: Any) -> None:
     (rollout,) = await bench.run(no_luck, {"question": "q"})
     assert rollout.failure.kind is ErrorKind.AGENT
@@ -220,16 +203,16 @@ async def test_a_hung_thread_is_abandoned_and_its_later_calls_refused(bench: Any
     assert bench.model.requests == []
 
 
-@pytest.mark.parametrize(
-    ("value", "says"), [(None, "None"), (float("nan"), "nan"), (float("inf"), "inf"), ("x", "'x'")]
-)
-async def test_verifier_returns_no_reward(bench: Any, value: Any, says: str) -> None:
-    (rollout,) = await bench.run(lambda text: "kept", TASK, verifier=lambda task, result: value)
-    assert rollout.state is RolloutState.FAILED
-    assert rollout.failure.kind is ErrorKind.VERIFIER
-    assert says in rollout.failure.message
-    assert rollout.result == "kept"
-    assert rollout.rewards == []
+async def test_verifier_returns_no_reward(bench: Any) -> None:
+    values = {"None": None, "nan": float("nan"), "inf": float("inf"), "'x'": "x"}
+    tasks = [{"input": says} for says in values]
+    verify = lambda task, result: values[task["input"]]  # noqa: E731
+    rollouts = await bench.run(lambda text: "kept", *tasks, verifier=verify)
+    for says, rollout in zip(values, rollouts, strict=True):
+        assert rollout.state is RolloutState.FAILED, says
+        assert rollout.failure.kind is ErrorKind.VERIFIER, says
+        assert says in rollout.failure.message
+        assert (rollout.result, rollout.rewards) == ("kept", []), says
 
 
 async def test_verifier_raises_or_hangs(bench: Any) -> None:
@@ -546,33 +529,36 @@ RAISED: dict[str, BaseException] = {
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "number"])
-@pytest.mark.parametrize("name", RAISED)
 async def test_whatever_a_verifier_raises_is_its_failure_and_runs_no_agent_again(
-    bench: Any, name: str, kind: str
+    bench: Any, kind: str
 ) -> None:
     ran = list[str]()
 
     class Number:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
         def __float__(self) -> float:
-            raise RAISED[name]
+            raise self.error
 
     async def waiting(task: Any) -> float:
-        raise RAISED[name]
+        raise RAISED[task["input"]]
 
     def plain(task: Any) -> Any:
         if kind == "number":
-            return Number()
-        raise RAISED[name]
+            return Number(RAISED[task["input"]])
+        raise RAISED[task["input"]]
 
     verifier = waiting if kind == "async" else plain
     how = {"retry": ["agent_error", "verifier_error"], "max_attempts": 2, "verifier": verifier}
-    tasks = [{"input": text} for text in "ab"]
-    rollouts = await bench.run(lambda text: ran.append(text), *tasks, **how)
-    for rollout in rollouts:
-        assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.VERIFIER, 2)
+    names = [name for name in RAISED for _ in range(2)]
+    tasks = [{"input": name} for name in names]
+    rollouts = await bench.run(lambda name: ran.append(name), *tasks, **how)
+    for name, rollout in zip(names, rollouts, strict=True):
+        assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.VERIFIER, 2), name
         assert rollout.failure.message.startswith(name)
-        assert rollout.rewards == []
-    assert sorted(ran) == ["a", "b"]  # only the verifier was repeated
+        assert rollout.rewards == [], name
+    assert sorted(ran) == sorted(names)  # only the verifier was repeated
 
 
 async def test_a_verifier_that_works_again_judges_the_same_answer(bench: Any) -> None:
@@ -592,23 +578,25 @@ async def test_a_verifier_that_works_again_judges_the_same_answer(bench: Any) ->
     assert (rollout.result, rollout.reward(), rollout.attempts) == ("wrong", 0.0, 2)
 
 
-@pytest.mark.parametrize("name", RAISED)
-async def test_whatever_an_executor_raises_costs_one_attempt(bench: Any, name: str) -> None:
+async def test_whatever_an_executor_raises_costs_one_attempt(bench: Any) -> None:
+    errors = RAISED | {"RuntimeError": RuntimeError("a bug")}
+
     class Odd:
-        sealed, limit, tries = False, None, 0
+        sealed, limit = False, None
 
         async def start(self) -> None: ...
 
         async def close(self) -> None: ...
 
         async def run(self, active: Any) -> ExecutionResult:
-            self.tries += 1
-            if self.tries == 1:
-                raise RAISED[name]
+            if active.attempt.fence == 1:
+                raise errors[active.attempt.rollout.task["input"]]
             return ExecutionResult(result="fine", needs_no_call=True)
 
-    (rollout,) = await bench.run(Odd(), TASK)
-    assert rollout.result == "fine"
+    rollouts = await bench.run(Odd(), *({"input": name} for name in errors))
+    for name, rollout in zip(errors, rollouts, strict=True):
+        assert rollout.state is RolloutState.SUCCEEDED, name
+        assert (rollout.result, rollout.attempts) == ("fine", 2), name
 
 
 async def test_what_a_late_request_claims_is_run(bench: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from agentrl.core.errors import Invalid
 from agentrl.core.types import (
     Attempt,
     ErrorKind,
@@ -51,11 +53,7 @@ class Kit:
         return [NewRollout(id=f"{group}/{i}", index=i, **base) for i in range(n)]
 
     def call(
-        self,
-        attempt: Attempt,
-        prompt: list[int],
-        completion: list[int],
-        **more: Any,
+        self, attempt: Attempt, prompt: list[int], completion: list[int], **more: Any
     ) -> Transition:
         number = next(self.numbers)
         base: dict[str, Any] = {
@@ -96,6 +94,21 @@ class Kit:
 Opener = Callable[..., Store]
 DATABASES = ["sqlite", "postgres"]
 BACKENDS = [*DATABASES, "http"]
+QUERIES = [  # of claims, each with the index without which it would slow down
+    ("queued", "rollouts_queue"),
+    ("queued_of_run", "rollouts_queue_of_run"),
+    ("expired", "attempts_by_lease"),
+    ("leases", "attempts_by_lease"),
+    ("leases", "rollouts_suspect"),
+    ("claimed", "attempts_by_claim"),
+]
+
+
+async def refused(verb: Awaitable[object], row: object, why: str = "") -> None:
+    """The verb is refused as invalid; a row of a table that is accepted names itself."""
+    (answer,) = await asyncio.gather(verb, return_exceptions=True)
+    assert isinstance(answer, Invalid), (row, answer)
+    assert re.search(why, str(answer)), (row, answer)
 
 
 @pytest.fixture

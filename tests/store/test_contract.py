@@ -33,6 +33,7 @@ from agentrl.core.types import (
     int32,
 )
 from agentrl.store.rows import MAX_LEASE
+from tests.store.conftest import refused
 
 SOON = 10.0  # seconds in which whatever is waited for must have happened
 
@@ -97,8 +98,8 @@ async def test_a_rollout_travels_with_the_texts_of_its_candidate(store, kit):
     with pytest.raises(Invalid, match="candidates"):
         await store.enqueue([*kit.group("c", 1), *kit.group("c", 2, candidate="c")[1:]])
     for wrong in ({}, {"texts": "Be brief."}, [], {"texts": [{"component": "s"}]}):
-        with pytest.raises(Invalid, match="texts of candidate 'd' cannot be used"):
-            await store.put_documents("run", "candidate", {"d": wrong})
+        put = store.put_documents("run", "candidate", {"d": wrong})
+        await refused(put, wrong, "texts of candidate 'd' cannot be used")
     assert await store.documents("run", "candidate") == {"c": texts}
 
 
@@ -115,9 +116,8 @@ async def test_documents_are_kept_in_order_and_once(store):
     assert list(found.items()) == [*(values | {"b": "again"}).items(), ("d", None)]
     assert list(await store.documents("run", "note", after="b")) == ["c", "d"]
     assert (await store.stats()).rows["documents"] == 5
-    for refused in ({"b": 2**70}, {"b": "\ud800"}, {"b": object()}, {"b" * 600: 1}):
-        with pytest.raises(Invalid):
-            await store.put_documents("run", "note", refused)
+    for wrong in ({"b": 2**70}, {"b": "\ud800"}, {"b": object()}, {"b" * 600: 1}):
+        await refused(store.put_documents("run", "note", wrong), wrong)
     with pytest.raises(NotFound):
         await store.put_documents("unknown", "note", values)
     assert await store.documents("unknown", "note") == {}
@@ -161,14 +161,6 @@ async def test_rewards_go_with_the_trace_to_the_attempt_that_only_ends_it(store,
     assert (await store.rollouts("run"))[0].reward("thumb") == 0.5
 
 
-async def test_a_reward_keeps_its_note(store, kit):
-    await store.enqueue(kit.group("a", 1))
-    (attempt,) = await claim(store)
-    reward = Reward(value=0.0, note="the date is missing")
-    await store.finish([replace(kit.good(attempt), rewards=[reward])])
-    assert (await store.rollouts("run"))[0].rewards == [reward]
-
-
 async def test_seats_stay_with_a_rollout_to_its_end(store, kit):
     seats = {"player_0": "policy", "player_1": "policy@000010"}
     await store.enqueue(kit.group("a", 1, seats=seats))
@@ -185,39 +177,34 @@ async def test_seats_stay_with_a_rollout_to_its_end(store, kit):
     assert [row.seats for group in groups for row in group.rollouts] == [seats, {}]
 
 
-@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
-async def test_an_integer_that_not_every_reader_has_is_refused(store, kit, value):
-    with pytest.raises(Invalid, match="b/0"):
-        await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, task={"deep": [{"x": value}]})])
-    with pytest.raises(Invalid):
-        await store.open_run("other", {"x": value})
+async def test_an_integer_that_not_every_reader_has_is_refused(store, kit):
     await store.enqueue(kit.group("c", 1, task={"x": [2**64 - 1, -(2**63)]}))
     (attempt,) = await claim(store, 9)
     assert attempt.rollout.task == {"x": [2**64 - 1, -(2**63)]}
-    for more in ({"messages": [{"x": value}]}, {"answer": {"x": value}}, {"tools": [{"x": value}]}):
-        with pytest.raises(Invalid):
-            await store.add_transitions([kit.call(attempt, [1], [2], **more)])
-    with pytest.raises(Invalid):
-        await store.add_spans([kit.span(attempt, attributes={"x": value})])
-    with pytest.raises(Invalid):
-        await store.finish([kit.good(attempt, result={"x": value})])
+    for value in (2**64, -(2**63) - 1, 10**30):
+        x = {"x": value}
+        new = [*kit.group("a", 1), *kit.group("b", 1, task={"deep": [x]})]
+        await refused(store.enqueue(new), value, "b/0")
+        await refused(store.open_run("other", x), value)
+        for more in ({"messages": [x]}, {"answer": x}, {"tools": [x]}):
+            call = kit.call(attempt, [1], [2], **more)
+            await refused(store.add_transitions([call]), more)
+        await refused(store.add_spans([kit.span(attempt, attributes=x)]), value)
+        await refused(store.finish([kit.good(attempt, result=x)]), value)
+    assert (await store.counts("run")).queued == 0
     assert await store.finish([kit.good(attempt)]) == [True]
 
 
 async def test_claims_highest_priority_then_oldest(store, kit):
+    await store.open_run("other", {})
     await store.enqueue(kit.group("old", 2))
+    await store.enqueue(kit.group("another", 1, run="other", priority=1))
     await store.enqueue(kit.group("urgent", 1, priority=5))
     await store.enqueue(kit.group("new", 1))
+    assert [a.rollout.id for a in await claim(store, 9, run="other")] == ["another/0"]
     order = [attempt.rollout.id for attempt in await claim(store, 9)]
     assert order == ["urgent/0", "old/0", "old/1", "new/0"]
     assert await claim(store) == []
-
-
-async def test_claims_of_one_run_only(store, kit):
-    await store.open_run("other", {})
-    await store.enqueue(kit.group("a", 1))
-    await store.enqueue(kit.group("b", 1, run="other"))
-    assert [a.rollout.id for a in await claim(store, 9, run="other")] == ["b/0"]
 
 
 async def test_fifty_workers_never_share_a_rollout(opener, store, kit, clock):
@@ -236,17 +223,12 @@ async def test_fifty_workers_never_share_a_rollout(opener, store, kit, clock):
     assert set(taken) == {rollout.id for rollout in kit.group("a", 200)}
 
 
-async def test_a_claim_repeats_with_its_id(store, kit):
-    await store.enqueue(kit.group("a", 4))
-    first = await claim(store, 2, claim_id="c1")
-    assert await claim(store, 2, claim_id="c1") == first
-    second = await claim(store, 2, claim_id="c2")
-    assert not {a.id for a in first} & {a.id for a in second}
-
-
-async def test_a_repeated_claim_gives_only_what_is_still_live(store, kit, clock):
-    await store.enqueue(kit.group("a", 4))
+async def test_a_claim_repeats_with_its_id_what_is_still_live(store, kit, clock):
+    await store.enqueue(kit.group("a", 5))
     done, lost, kept = await claim(store, 3, claim_id="c")
+    assert await claim(store, 3, claim_id="c") == [done, lost, kept]
+    (other,) = await claim(store, 1, claim_id="d")
+    assert (other.rollout.id, await store.finish([kit.good(other)])) == ("a/3", [True])
     await store.finish([kit.good(done)])
     assert await claim(store, 3, claim_id="c") == [lost, kept]
     clock.now += 6
@@ -1075,17 +1057,22 @@ async def test_a_run_is_held_by_one_owner_until_its_lease_ends(store, clock):
         await store.hold_run("run", "six", lease=-1.0)
 
 
-async def test_steps_of_an_old_owner_are_refused_even_repeated(store, kit):
+async def test_an_old_owner_writes_nothing_even_repeated(store, kit):
+    version = PolicyVersion(run="run", policy="p", version=1, base_url="http://h/v1", model="m")
     await store.commit_step(kit.step(0, []))
+    await store.publish(version, epoch=1)
     await store.open_run("run", {})
-    with pytest.raises(Fenced):
-        await store.commit_step(kit.step(0, []))
-
-
-async def test_an_old_owner_requests_no_rollouts(store, kit):
-    await store.open_run("run", {})
-    with pytest.raises(Fenced):
-        await store.enqueue(kit.group("old"), epoch=1)
+    assert await store.policies("run") == {}  # a new owner publishes anew
+    for verb in (
+        store.commit_step(kit.step(0, [])),
+        store.enqueue(kit.group("old"), epoch=1),
+        store.publish(version, epoch=1),
+        store.log("run", 0, {"a": 1.0}, epoch=1),
+    ):
+        with pytest.raises(Fenced):
+            await verb
+    assert await store.policies("run") == {}
+    assert [row.metrics for row in await store.steps("run")] == [{"reward": 0.5}]
     assert await store.rollouts("run") == []
     assert await store.enqueue(kit.group("new", 2), epoch=2) == 2
     assert await store.enqueue(kit.group("any")) == 1
@@ -1123,19 +1110,6 @@ async def test_publish_keeps_the_last(store):
         await store.publish(version)
     assert await store.policies("run") == {"p": version}
     assert await store.policies("none") == {}
-
-
-async def test_a_new_owner_publishes_anew_and_the_old_one_cannot(store):
-    version = PolicyVersion(run="run", policy="p", version=1, base_url="http://h/v1", model="m")
-    await store.publish(version, epoch=1)
-    await store.open_run("run", {})
-    assert await store.policies("run") == {}
-    with pytest.raises(Fenced):
-        await store.publish(version, epoch=1)
-    with pytest.raises(Fenced):
-        await store.log("run", 0, {"a": 1.0}, epoch=1)
-    assert await store.policies("run") == {}
-    assert await store.steps("run") == []
 
 
 async def test_counts(store, kit):
@@ -1233,43 +1207,43 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
     assert (await store.trace("a/0")).transitions == calls
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"logprobs": float32()}, "0 log-probs for 2"),
-        ({"logprobs": float32([-1.0, math.nan])}, "not finite"),
-        ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
-        ({"logprobs": [-1.0, -1.0]}, "made by agentrl.core.types.float32"),
-        ({"prompt": float32([1.0])}, "made by agentrl.core.types.int32"),
-        ({"prompt": int32([1, -1])}, "not a token id"),
-        ({"completion": int32([-(2**31), 2])}, "not a token id"),
-        ({"logprobs": float32([-1.0, 0.5])}, "must not be above 0"),
-        ({"id": "é" * 257}, "longer than 512 bytes"),
-        ({"started": math.nan}, "finite"),
-        ({"started": -1.0}, "from 0"),
-        ({"started": 1e30}, "from 0"),
-        ({"seconds": 1e30}, "from 0"),
-        ({"seconds": math.inf}, "finite"),
-        ({"sampling": Sampling(temperature=math.nan)}, "finite"),
-        ({"index": 2**70}, "cannot be stored"),
-        ({"version": 2**70}, "cannot be stored"),
-        ({"version": 7, "spans": [(0, 6), (1, 8)]}, "must begin with .0, 7."),
-        ({"version": 7, "spans": [(0, 7), (0, 8)]}, "with increasing first"),
-        ({"version": 7, "spans": [(0, 7), (1, 7)]}, "with increasing first"),
-        ({"version": 7, "spans": [(0, 7), (2, 8)]}, "within its 2 tokens"),
-        ({"role": "\ud800"}, "cannot be stored"),
-        ({"messages": [{"content": "\ud800"}]}, "JSON"),
-        ({"answer": {"x": object()}}, "JSON"),
-    ],
-)
-async def test_a_wrong_call_is_refused_with_all_that_came_along(store, kit, wrong, why):
+WRONG_CALLS = [
+    ({"logprobs": float32()}, "0 log-probs for 2"),
+    ({"logprobs": float32([-1.0, math.nan])}, "not finite"),
+    ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
+    ({"logprobs": [-1.0, -1.0]}, "made by agentrl.core.types.float32"),
+    ({"prompt": float32([1.0])}, "made by agentrl.core.types.int32"),
+    ({"prompt": int32([1, -1])}, "not a token id"),
+    ({"completion": int32([-(2**31), 2])}, "not a token id"),
+    ({"logprobs": float32([-1.0, 0.5])}, "must not be above 0"),
+    ({"id": "é" * 257}, "longer than 512 bytes"),
+    ({"started": math.nan}, "finite"),
+    ({"started": -1.0}, "from 0"),
+    ({"started": 1e30}, "from 0"),
+    ({"seconds": 1e30}, "from 0"),
+    ({"seconds": math.inf}, "finite"),
+    ({"sampling": Sampling(temperature=math.nan)}, "finite"),
+    ({"index": 2**70}, "cannot be stored"),
+    ({"version": 2**70}, "cannot be stored"),
+    ({"version": 7, "spans": [(0, 6), (1, 8)]}, "must begin with .0, 7."),
+    ({"version": 7, "spans": [(0, 7), (0, 8)]}, "with increasing first"),
+    ({"version": 7, "spans": [(0, 7), (1, 7)]}, "with increasing first"),
+    ({"version": 7, "spans": [(0, 7), (2, 8)]}, "within its 2 tokens"),
+    ({"role": "\ud800"}, "cannot be stored"),
+    ({"messages": [{"content": "\ud800"}]}, "JSON"),
+    ({"answer": {"x": object()}}, "JSON"),
+]
+
+
+async def test_a_wrong_call_is_refused_with_all_that_came_along(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)
-    with pytest.raises(Invalid, match=why):
-        await store.add_transitions(
-            [kit.call(attempt, [1], [2]), structs.replace(kit.call(attempt, [1], [2, 3]), **wrong)]
-        )
-    assert (await store.trace("a/0")).transitions == []
+    for wrong, why in WRONG_CALLS:
+        bad = structs.replace(kit.call(attempt, [1], [2, 3]), **wrong)
+        await refused(store.add_transitions([kit.call(attempt, [1], [2]), bad]), wrong, why)
+        assert (await store.trace("a/0")).transitions == [], wrong
+    rounded = kit.call(attempt, [1], [2], logprobs=float32([1e-6]))
+    assert await store.add_transitions([rounded]) == [True]
 
 
 async def test_an_id_means_one_thing(store, kit):
@@ -1292,30 +1266,17 @@ def test_token_ids_are_int32():
             int32([wrong])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-async def test_an_impossible_reward_is_refused_and_nothing_written(store, kit, value):
+async def test_an_impossible_reward_is_refused_and_nothing_written(store, kit):
+    """Also one of which no mean can be made."""
     await store.enqueue(kit.group("a", 2))
     one, two = await claim(store, 2)
-    with pytest.raises(Invalid, match="must be finite"):
-        await store.finish([kit.good(one), kit.good(two, value)])
-    assert (await store.counts("run")).running == 2
-    assert (await store.trace("a/0")).rollout.rewards == []
-
-
-@pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15])
-async def test_a_reward_of_which_no_mean_can_be_made_is_refused(store, kit, value):
-    await store.enqueue(kit.group("a", 1))
-    (attempt,) = await claim(store)
-    with pytest.raises(Invalid, match=r"between -1e\+15 and 1e\+15; scale it"):
-        await store.finish([kit.good(attempt, value)])
-    assert await store.finish([kit.good(attempt, 1e15)]) == [True]
-
-
-async def test_a_log_prob_may_be_above_0_by_rounding(store, kit):
-    await store.enqueue(kit.group("a", 1))
-    (attempt,) = await claim(store)
-    call = kit.call(attempt, [1], [2], logprobs=float32([1e-6]))
-    assert await store.add_transitions([call]) == [True]
+    large = r"between -1e\+15 and 1e\+15; scale it"
+    wrong = dict.fromkeys((math.nan, math.inf, -math.inf), "must be finite")
+    for value, why in (wrong | dict.fromkeys((1e308, -1e308, 1.1e15), large)).items():
+        await refused(store.finish([kit.good(one), kit.good(two, value)]), value, why)
+        assert (await store.counts("run")).running == 2, value
+        assert (await store.trace("a/0")).rollout.rewards == [], value
+    assert await store.finish([kit.good(one, 1e15)]) == [True]
 
 
 async def test_rewards_of_every_scope(store, kit):
@@ -1325,7 +1286,7 @@ async def test_rewards_of_every_scope(store, kit):
         Reward(value=1.0),
         Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
         Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
-        Reward(value=-1.0, scope=Scope.TRANSITION, target="call-0"),
+        Reward(value=-1.0, scope=Scope.TRANSITION, target="call-0", note="the date is missing"),
     ]
     await store.add_transitions([kit.call(attempt, [1], [2], id="call-0")])
     await store.finish([kit.good(attempt, rewards=rewards)])
@@ -1412,29 +1373,20 @@ WRONG_ROLLOUTS = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG_ROLLOUTS)
-async def test_a_wrong_rollout_is_refused(store, kit, wrong):
-    with pytest.raises(Invalid, match=r"b/0|cannot be stored"):
-        await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, **wrong)])
-    assert await store.rollouts("run") == []
+async def test_a_wrong_rollout_is_refused(store, kit):
+    for wrong in WRONG_ROLLOUTS:
+        new = [*kit.group("a", 1), *kit.group("b", 1, **wrong)]
+        await refused(store.enqueue(new), wrong, r"b/0|cannot be stored")
+        assert await store.rollouts("run") == [], wrong
 
 
-async def test_a_claim_of_nothing_is_refused(store):
+async def test_a_claim_of_nothing_or_for_no_time_is_refused(store):
     with pytest.raises(StoreError, match="n must be positive"):
         await claim(store, 0)
-    for lease in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(Invalid, match="lease must be positive"):
-            await claim(store, lease=lease)
-        with pytest.raises(Invalid, match="lease must be positive"):
-            await store.heartbeat([], lease=lease)
-
-
-async def test_a_lease_has_a_longest(store):
-    for lease in (MAX_LEASE + 1, 1e300):
-        with pytest.raises(Invalid, match="by heartbeats"):
-            await claim(store, lease=lease)
-        with pytest.raises(Invalid, match="by heartbeats"):
-            await store.heartbeat([], lease=lease)
+    wrong = dict.fromkeys((0, -1.0, math.nan, math.inf), "lease must be positive")
+    for lease, why in (wrong | dict.fromkeys((MAX_LEASE + 1, 1e300), "by heartbeats")).items():
+        await refused(claim(store, lease=lease), lease, why)
+        await refused(store.heartbeat([], lease=lease), lease, why)
     assert await claim(store, lease=MAX_LEASE) == []
 
 
@@ -1444,19 +1396,18 @@ async def test_ids_have_a_longest(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)
     version = PolicyVersion(run="run", policy=long, version=1, base_url="http://x/v1", model="m")
-    for refused in (
-        lambda: store.open_run(long, {}),
-        lambda: store.enqueue(kit.group(long, 1)),
-        lambda: claim(store, claim_id=long),
-        lambda: claim(store, runner=long),
-        lambda: store.add_spans([kit.span(attempt, id=long)]),
-        lambda: store.finish([kit.good(attempt, spans=[kit.span(attempt, id=long)])]),
-        lambda: store.publish(version),
-        lambda: store.log("run", 0, {long: 1.0}),
-        lambda: store.commit_step(kit.step(0, [], metrics={long: 1.0})),
-    ):
-        with pytest.raises(Invalid, match="longer than 512 bytes"):
-            await refused()
+    for row, verb in enumerate((
+        store.open_run(long, {}),
+        store.enqueue(kit.group(long, 1)),
+        claim(store, claim_id=long),
+        claim(store, runner=long),
+        store.add_spans([kit.span(attempt, id=long)]),
+        store.finish([kit.good(attempt, spans=[kit.span(attempt, id=long)])]),
+        store.publish(version),
+        store.log("run", 0, {long: 1.0}),
+        store.commit_step(kit.step(0, [], metrics={long: 1.0})),
+    )):  # fmt: skip
+        await refused(verb, row, "longer than 512 bytes")
     run, group = "r" + random_text(510), "g" + random_text(509)
     await store.open_run(run, {})
     await store.enqueue(kit.group(group, 1, run=run))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.core.errors import Conflict, NotFound
 from agentrl.core.types import Purpose, float32
 from agentrl.store.records import Item, Judgement, Side, digest_of
 from tests import factories
+from tests.store.conftest import refused
 
 
 def side_of(*tokens: int) -> Side:
@@ -66,26 +67,16 @@ async def test_a_draft_goes_on_with_the_same_spec_and_starts_afresh_with_another
     assert await store.sides([A.digest]) == {}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rejected": None},
-        {"rejected": A.digest},
-        {"kind": "label"},
-        {"label": 1.0},
-        {"weight": -1.0},
-        {"margin": float("inf")},
-    ],
-)
-async def test_a_wrong_item_is_refused(store, wrong):
-    await store.draft_dataset("pairs", {})
-    with pytest.raises(Invalid, match="Item 0"):
-        await store.add_items("pairs", 1, [replace(PAIR, **wrong)], [A, B])
-
-
-async def test_items_name_versions_and_sides_that_are_there(store):
+async def test_items_are_right_and_of_versions_and_sides_there(store):
     with pytest.raises(NotFound, match="no version 1"):
         await store.add_items("pairs", 1, [PAIR], [A, B])
+    await store.draft_dataset("pairs", {})
+    for wrong in (
+        {"rejected": None}, {"rejected": A.digest}, {"kind": "label"}, {"label": 1.0},
+        {"weight": -1.0}, {"margin": float("inf")},
+    ):  # fmt: skip
+        items = [replace(PAIR, **wrong)]
+        await refused(store.add_items("pairs", 1, items, [A, B]), wrong, "Item 0")
     with pytest.raises(NotFound, match="has a side that was not added"):
         await make(store, [PAIR], [A])
 

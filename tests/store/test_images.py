@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentrl.core.errors import Invalid, NotFound
+from agentrl.core.errors import NotFound
 from agentrl.core.types import Image, NewRollout, Purpose, int32
 from agentrl.store import open_store, rows
 from agentrl.store.records import Item, Side, digest_of
 from agentrl.store.sql.traces import IN_FLIGHT
 from agentrl.store.urls import backend_of
+from tests.store.conftest import refused
 
 AGES = 10 * IN_FLIGHT
 
@@ -80,22 +81,23 @@ async def test_a_search_finds_what_has_images(store, kit, attempt):
     assert await found(images=True, role="other") == set()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"digest": "f" * 64},
-        {"digest": RED.digest.upper()},
-        {"digest": ""},
-        {"body": b"other"},
-        {"width": 0},
-        {"height": 2**31},
-        {"media_type": "x" * 600},
-    ],
-)
-async def test_an_image_is_what_its_digest_says(store, wrong):
-    with pytest.raises(Invalid, match="mage"):
-        await store.put_images("run", [BLUE, replace(RED, **wrong)])
-    assert await store.images("run", [RED.digest, BLUE.digest]) == {}
+WRONG_IMAGES = [
+    {"digest": "f" * 64},
+    {"digest": RED.digest.upper()},
+    {"digest": ""},
+    {"body": b"other"},
+    {"width": 0},
+    {"height": 2**31},
+    {"media_type": "x" * 600},
+]
+
+
+async def test_an_image_is_what_its_digest_says(store, kit, attempt):
+    for wrong in WRONG_IMAGES:
+        await refused(store.put_images("run", [BLUE, replace(RED, **wrong)]), wrong, "mage")
+        assert await store.images("run", [RED.digest, BLUE.digest]) == {}, wrong
+    call = kit.call(attempt, [1], [2], images=("cat",))
+    await refused(store.add_transitions([call]), "cat", "sha256")
 
 
 async def test_a_call_names_its_images_in_order(store, kit, attempt):
@@ -121,11 +123,6 @@ async def test_no_call_is_stored_without_its_images(store, kit, attempt):
     assert await store.add_transitions([good, lost]) == [True, True]
     assert await store.add_transitions([good, lost]) == [True, True]
     assert len((await store.trace("g/0")).transitions) == 2
-
-
-async def test_a_digest_is_64_digits(store, kit, attempt):
-    with pytest.raises(Invalid, match="sha256"):
-        await store.add_transitions([kit.call(attempt, [1], [2], images=("cat",))])
 
 
 async def test_a_prune_removes_images_with_the_last_call_that_refers_to_them(store, kit, clock):
@@ -230,23 +227,22 @@ async def test_a_removed_rollout_leaves_its_images_to_the_side_that_copies_its_c
     assert (await store.sides([side.digest]))[side.digest][0].images == (RED.digest,)
 
 
-@pytest.mark.parametrize("run", [1, 3, 4, 1260])
-async def test_placeholders_are_stored_as_their_number(store, kit, attempt, run):
+async def test_placeholders_are_stored_as_their_number(store, kit):
     await store.put_images("run", [RED])
-    prompts = [
-        [5, *[9] * run, 6],
-        [5, *[9] * run, 6, 1, *[9] * run],
-        [9] * run,
-        [5, *[9] * (run + 9)],
-    ]
-    calls = [kit.call(attempt, prompt, [9, 9], images=(RED.digest,)) for prompt in prompts]
-    calls += [kit.call(attempt, [*prompts[0], 9, 9, 9, 9, 9, 7, 7], [1], images=(RED.digest,))]
-    calls += [kit.call(attempt, [5, *[9] * run], [1])]
-    for call in calls:
-        await store.add_transitions([call])
-    trace = await store.trace("g/0")
-    assert [call.prompt for call in trace.transitions] == [call.prompt for call in calls]
-    assert [call.completion for call in trace.transitions] == [call.completion for call in calls]
+    sizes = (1, 3, 4, 1260)
+    await store.enqueue(kit.group("g", len(sizes)))
+    attempts = await store.claim(len(sizes), runner="test", lease=10.0)
+    for size, attempt in zip(sizes, attempts, strict=True):
+        run = [9] * size
+        prompts = [[5, *run, 6], [5, *run, 6, 1, *run], run, [5, *run, *[9] * 9]]
+        calls = [kit.call(attempt, prompt, [9, 9], images=(RED.digest,)) for prompt in prompts]
+        calls += [kit.call(attempt, [*prompts[0], 9, 9, 9, 9, 9, 7, 7], [1], images=(RED.digest,))]
+        calls += [kit.call(attempt, [5, *run], [1])]
+        for call in calls:
+            await store.add_transitions([call])
+        stored = (await store.trace(attempt.rollout.id)).transitions
+        assert [call.prompt for call in stored] == [call.prompt for call in calls], size
+        assert [call.completion for call in stored] == [call.completion for call in calls], size
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 9)), max_size=9))
@@ -260,9 +256,8 @@ def test_a_run_is_short():
     assert len(rows.with_runs(rows.to_blob(int32([3] * 1260)))) == 8
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)  # a database has its own backups
 async def test_a_backup_has_the_images(store, kit, attempt, url, tmp_path):
-    if not url.startswith("sqlite"):
-        pytest.skip("a database has its own backups")
     await store.put_images("run", [RED])
     await store.add_transitions([kit.call(attempt, [1], [2], images=(RED.digest,))])
     backend_of(url).backup(url, tmp_path / "copy.db")

@@ -7,10 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-from agentrl.core.errors import Conflict, Invalid, NotFound
+from agentrl.core.errors import Conflict, NotFound
 from agentrl.core.types import Credit, Purpose, float32
 from agentrl.store.records import Pruned
 from agentrl.store.sql import maintenance
+from tests.store.conftest import refused
 
 DAY = 86_400.0
 TOOLS = [{"name": "lookup"}]
@@ -83,15 +84,22 @@ async def lasting(store):
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-async def test_a_run_goes_on_exactly(store, kit, clock, limits):
+async def test_a_run_goes_on_exactly_and_a_dry_run_predicts_it(store, kit, clock, limits):
     await other_run(store, kit, clock)
     await train(store, kit, clock)
     before, cursor = await lasting(store), await store.cursor()
     waiting = await store.claim_groups("run", 1, 2)
     traces = [await store.trace(f"eval/4/{i}") for i in range(2)]
+    stats = await store.stats()
 
-    await store.prune(**limits)
+    predicted = await store.prune(**limits, dry_run=True)
+    assert await store.stats() == stats
+    assert await store.prune(**limits) == predicted
+    assert await store.prune(**limits) == Pruned()
 
+    after = await store.stats()
+    for table in ("rollouts", "attempts", "transitions", "spans", "rewards"):
+        assert after.rows[table] == stats.rows[table] - getattr(predicted, table)
     assert await lasting(store) == before
     assert await store.cursor() >= cursor
     assert await store.claim_groups("run", 1, 2) == waiting
@@ -104,22 +112,13 @@ async def test_a_run_goes_on_exactly(store, kit, clock, limits):
     assert attempt.rollout.id == "train/open/1"
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-async def test_a_dry_run_predicts_exactly(store, kit, clock, limits):
-    await other_run(store, kit, clock)
-    await train(store, kit, clock)
-    stats = await store.stats()
-    predicted = await store.prune(**limits, dry_run=True)
-    assert await store.stats() == stats
-    assert await store.prune(**limits) == predicted
-    assert await store.prune(**limits) == Pruned()
-    after = await store.stats()
-    for table in ("rollouts", "attempts", "transitions", "spans", "rewards"):
-        assert after.rows[table] == stats.rows[table] - getattr(predicted, table)
-
-
 async def test_what_goes_and_what_stays(store, kit, clock):
     await train(store, kit, clock)
+    stats = await store.stats()
+    assert [stats.rows[name] for name in ("runs", "rollouts", "transitions")] == [1, 24, 44]
+    assert stats.bytes > stats.free >= 0
+    assert stats.cursor == await store.cursor()
+    assert stats.rows["payloads"] == 5  # of all training, and of each evaluation
     pruned = await store.prune(keep_last=2)
     assert await left(store) == {
         *(f"{kind}/{step}" for kind in ("eval", "train") for step in (2, 3)),
@@ -134,12 +133,7 @@ async def test_what_goes_and_what_stays(store, kit, clock):
     assert await store.trace("train/0/0") is None
     with pytest.raises(NotFound):
         await store.settled("eval/0")
-
-
-async def test_payloads_go_with_the_last_that_needs_them(store, kit, clock):
-    await train(store, kit, clock)
-    assert (await store.stats()).rows["payloads"] == 5  # of all training, and of each evaluation
-    await store.prune(keep_last=0)
+    await store.prune(keep_last=0)  # payloads go with the last that needs them
     assert (await store.stats()).rows["payloads"] == 1
     (group,) = await store.claim_groups("run", 1, 1)
     assert group.rollouts[0].transitions[0].tools == TOOLS
@@ -238,29 +232,13 @@ async def test_a_prune_beside_a_run_at_work(opener, store, kit, clock, monkeypat
         assert group.rollouts[0].transitions[0].tools == TOOLS
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [{}, {"keep_last": -1}, {"older_than": -1.0}, {"older_than": float("nan")}, {"run": "run"}],
-    ids=str,
-)
-async def test_limits_that_make_no_sense(store, limits):
-    with pytest.raises(Invalid):
-        await store.prune(**limits)
-
-
-async def test_prune_of_an_unknown_run(store):
+async def test_limits_that_make_no_sense(store):
+    nan = {"older_than": float("nan")}
+    for limits in ({}, {"keep_last": -1}, {"older_than": -1.0}, nan, {"run": "run"}):
+        await refused(store.prune(**limits), limits)
+    await refused(store.prune(keep_last=1, seconds=-1.0), "seconds", "seconds is how long")
     with pytest.raises(NotFound, match="no run 'nobody'"):
         await store.prune(run="nobody", keep_last=1)
-
-
-async def test_stats(store, kit, clock):
-    await train(store, kit, clock)
-    stats = await store.stats()
-    assert stats.rows["runs"] == 1
-    assert stats.rows["rollouts"] == 24
-    assert stats.rows["transitions"] == 44
-    assert stats.bytes > stats.free >= 0
-    assert stats.cursor == await store.cursor()
 
 
 async def test_vacuum_keeps_everything(store, kit, clock):
@@ -295,5 +273,3 @@ async def test_a_prune_in_steps_removes_the_same(store, kit, clock, monkeypatch,
     assert shares[-1] == 1.0
     for name in ("rollouts", "attempts", "transitions", "spans", "rewards", "events", "bytes"):
         assert sum(getattr(step, name) for step in steps) == getattr(predicted, name)
-    with pytest.raises(Invalid, match="seconds is how long"):
-        await store.prune(keep_last=1, seconds=-1.0)

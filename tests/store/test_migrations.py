@@ -82,8 +82,21 @@ async def test_an_older_store_is_not_read_only(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(ADDED, path, tmp_path, monkeypatch)
+    file = Path(path)
+    before = file.read_bytes() if file.is_file() else None
     with pytest.raises(StoreError, match=f"older agentrl .it lacks {LATER}."):
         open_store(path, readonly=True)
+    assert (file.read_bytes() if file.is_file() else None) == before
+
+
+async def test_a_newer_store_is_not_opened(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        add(ADDED, path, tmp_path, patch)
+        await open_store(path).close()
+    with pytest.raises(StoreError, match=f"newer agentrl .schema {LATER}.: upgrade"):
+        open_store(path)
 
 
 def test_a_store_may_be_created_while_another_process_looks_at_it(tmp_path: Path) -> None:

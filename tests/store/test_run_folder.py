@@ -21,6 +21,7 @@ from agentrl.store import Store, open_store, run_folder
 from agentrl.store.run_folder import TakenOver, hold
 from agentrl.store.sql.runs import LEASE_SLACK
 from tests import factories
+from tests.store.conftest import Clock
 
 LIVE = r"run 'r' is live \(process \d+ on \S+, since \d\d:\d\d .*\): "
 OTHER = """
@@ -35,19 +36,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

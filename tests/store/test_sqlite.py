@@ -19,6 +19,7 @@ from agentrl.store import open_store, sqlite
 from agentrl.store.sql import traces, writer
 from agentrl.store.sql.database import QUEUE
 from agentrl.store.sqlite import Location, folder
+from tests.store.conftest import QUERIES
 
 
 def refused(url: object, **options: object) -> str:
@@ -85,19 +86,6 @@ async def test_a_damaged_store(tmp_path: Path) -> None:
             await store.open_run("run", {})
 
 
-async def test_a_newer_schema(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    await open_store(str(path)).close()
-    conn = sqlite3.connect(path)
-    conn.execute(
-        "insert into _sqlite_migrations (migration_set, name, applied_at) values (?, ?, ?)",
-        (sqlite.SET, "0999_future", "2099"),
-    )
-    conn.commit()
-    conn.close()
-    assert "newer agentrl (schema 0999_future): upgrade" in refused(path)
-
-
 def test_an_impossible_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "choose a writable one" in refused(tmp_path / "file" / "store.db")
@@ -106,20 +94,11 @@ def test_an_impossible_folder(tmp_path: Path) -> None:
 
 def test_a_missing_store_is_made_only_when_wanted(tmp_path: Path) -> None:
     path = tmp_path / "new" / "store.db"
-    assert "no store at" in refused(path, create=False)
+    for options in ({"create": False}, {"readonly": True}):
+        assert "no store at" in refused(path, **options)
     assert not path.parent.exists()
     asyncio.run(open_store(str(path)).close())
     asyncio.run(open_store(str(path), create=False).close())
-
-
-async def test_the_schema_is_applied_once_by_all_who_start_together(tmp_path: Path) -> None:
-    path = str(tmp_path / "store.db")
-    stores = await asyncio.gather(*(asyncio.to_thread(open_store, path) for _ in range(8)))
-    for number, store in enumerate(stores):
-        await store.open_run(str(number), {})
-    assert len(await stores[0].runs()) == 8
-    for store in stores:
-        await store.close()
 
 
 async def test_sqlite_utils_agrees_that_nothing_is_pending(tmp_path: Path) -> None:
@@ -257,30 +236,17 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
 
 
-@pytest.mark.parametrize(
-    ("query", "index"),
-    [
-        ("queued", "rollouts_queue"),
-        ("queued_of_run", "rollouts_queue_of_run"),
-        ("expired", "attempts_by_lease"),
-        ("leases", "attempts_by_lease"),
-        ("leases", "rollouts_suspect"),
-        ("claimed", "attempts_by_claim"),
-        ("group_of", "sqlite_autoindex_rollouts_1"),
-    ],
-)
-async def test_claims_do_not_slow_down_with_the_table(
-    tmp_path: Path, query: str, index: str
-) -> None:
+async def test_claims_do_not_slow_down_with_the_table(tmp_path: Path) -> None:
     from agentrl.store.sql.rollouts import SQL
 
     await open_store(str(tmp_path / "store.db")).close()
-    conn = sqlite3.connect(tmp_path / "store.db")
-    names = {"n": 1, "run": "run"} if query.startswith("queued") else ("x",) * SQL[query].count("?")
-    plan = conn.execute(f"explain query plan {SQL[query]}", names).fetchall()
-    conn.close()
-    assert any(f"{index}" in step[3].split() for step in plan), plan
-    assert not any("B-TREE FOR ORDER BY" in step[3] for step in plan[:-1]), plan
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as conn:
+        for query, index in (*QUERIES, ("group_of", "sqlite_autoindex_rollouts_1")):
+            places = ("x",) * SQL[query].count("?")
+            names = {"n": 1, "run": "run"} if query.startswith("queued") else places
+            plan = conn.execute(f"explain query plan {SQL[query]}", names).fetchall()
+            assert any(index in step[3].split() for step in plan), (query, plan)
+            assert not any("B-TREE FOR ORDER BY" in step[3] for step in plan[:-1]), (query, plan)
 
 
 def test_importing_the_package_is_light() -> None:

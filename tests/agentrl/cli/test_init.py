@@ -184,11 +184,7 @@ def test_a_wider_model_learns_at_a_lower_rate(hidden: int, expected: float) -> N
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 4), (64, 8)])
 def test_init_asks_for_no_more_threads_than_sampling_can_use(
-    tmp_path: Path,
-    tiny_model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    threads: int,
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     monkeypatch.setattr(lm_head, "SMALL_MODEL", 0)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
@@ -205,8 +201,7 @@ def test_init_names_a_model_in_any_folder(tmp_path: Path, tiny_model_dir: Path, 
 
 
 @pytest.mark.parametrize(
-    ("model", "sentence"),
-    [("missing/model/dir", "missing/model/dir"), (".", "has no config.json")],
+    ("model", "sentence"), [("missing/model/dir", "missing/model/dir"), (".", "has no config.json")]
 )
 def test_init_of_a_model_that_is_none_writes_nothing(
     tmp_path: Path, model: str, sentence: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import ssl
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,18 +26,6 @@ from agentrl.runners.gateway.upstream import Router, Upstream
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 ASKED = json.dumps(BODY).encode()
 KEYS = "new-key old-key"
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> dict[str, str]:
-    """Settings with a certificate of its own authority."""
-    files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    options = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    out = ["-out", files["ssl_certfile"], "-keyout", files["ssl_keyfile"]]
-    command = ["openssl", "req", *options, "-days", "1", *subject, *out]
-    subprocess.run(command, check=True, capture_output=True)
-    return files
 
 
 def server_of(model: Path, **settings: Any) -> Any:

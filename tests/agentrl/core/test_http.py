@@ -56,10 +56,7 @@ async def test_a_half_sent_request_is_answered_or_closed_in_time(
     ("body", "answer"),
     [
         (b'{"content": "%s"}' % (b"x" * 900), b"200 OK"),
-        (
-            b'{"content": "%s' % (b"x" * 1000),
-            b"bytes of text, more than any model's context",
-        ),
+        (b'{"content": "%s' % (b"x" * 1000), b"bytes of text, more than any model's context"),
         (b'{"url": "data:image/png;base64,%s"}' % (b"x" * 1000), b"200 OK"),
         (b'{"url": "data:image/png;base64,%s' % (b"x" * 3000), b"larger than 2000 bytes"),
     ],

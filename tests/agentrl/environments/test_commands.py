@@ -147,17 +147,9 @@ def test_what_a_good_environment_is_told(here: Path, options: Sequence[str]) -> 
 @pytest.mark.parametrize(
     ("mood", "code", "says"),
     [
-        (
-            "moody",
-            1,
-            "fail tasks('train') is not the same in another process, where task",
-        ),
+        ("moody", 1, "fail tasks('train') is not the same in another process, where task"),
         ("silent", 0, "warn the plug-in has no ground truth"),
-        (
-            "broken",
-            1,
-            "fail ground truth of task 'train-0': EpisodeError: guesses.py:Guess",
-        ),
+        ("broken", 1, "fail ground truth of task 'train-0': EpisodeError: guesses.py:Guess"),
         ("wrong", 1, "fail ground truth of 6 tasks scores 1, no more than a model that knows"),
     ],
 )

@@ -26,10 +26,10 @@ def right(body: Any) -> Any:
     return {"role": "assistant", "content": "right"}
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another interpreter, in which agentrl is installed as here, and a package that is not."""
-    folder = tmp_path / ".venv-worlds"
+    folder = tmp_path_factory.mktemp("elsewhere") / ".venv-worlds"
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text("\n".join(path for path in sys.path if path) + "\n")

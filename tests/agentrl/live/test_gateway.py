@@ -365,9 +365,7 @@ async def test_a_session_that_lost_its_lease_is_answered(served: Served) -> None
     assert await served.say("more", x_session_id="ada")
 
 
-async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(
-    served: Served,
-) -> None:
+async def test_calls_without_an_answer_are_counted_unless_the_client_leaves(served: Served) -> None:
     async def breaks(*_: Any) -> web.Response:
         return web.json_response({"error": {"message": "out of memory"}}, status=501)
 

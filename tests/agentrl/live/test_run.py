@@ -9,17 +9,7 @@ import pytest
 from agentrl.core.types import SESSION, Transition
 from agentrl.live.records import Lanes, ended, group_of, live_state
 from agentrl.store.base import Store
-from tests.agentrl.live.shop import (
-    RUN,
-    half,
-    label,
-    move,
-    offered,
-    running,
-    seated,
-    talk,
-    until,
-)
+from tests.agentrl.live.shop import RUN, half, label, move, offered, running, seated, talk, until
 
 
 async def calls_of(store: Store, step: int) -> list[Transition]:

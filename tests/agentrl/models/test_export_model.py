@@ -115,11 +115,7 @@ def test_a_policy_is_uploaded_without_what_only_the_run_needs(hub: Hub, tmp_path
     ],
 )
 def test_what_the_hub_does_not_take_is_one_sentence(
-    hub: Hub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    setting: dict[str, Any],
-    message: str,
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", setting.get("HF_TOKEN", "hf_mine"))
     if setting.get("offline"):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -38,17 +39,17 @@ NEEDS_VLLM = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
 )
 pytestmark = pytest.mark.timeout(600)
-SUBJECT = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
 QUESTION: Any = [{"role": "user", "content": "What is the team of Ada?"}]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, wide_model_dir: Path) -> Path:
+def root(
+    tmp_path_factory: pytest.TempPathFactory, wide_model_dir: Path, certificate: dict[str, str]
+) -> Path:
     folder = tmp_path_factory.mktemp("served")
     trained.make(folder, wide_model_dir)
-    files = ["-out", "cert.pem", "-keyout", "key.pem"]
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    subprocess.run([*make, *SUBJECT, *files], check=True, capture_output=True, cwd=folder)
+    for file in certificate.values():
+        shutil.copy(file, folder)
     return folder
 
 

@@ -300,12 +300,7 @@ def langfuse(url: str) -> bytes:
 
 def agents(url: str) -> bytes:
     """What the exporter of OpenAI's Agents SDK sends, a line per request."""
-    from agents import (
-        Agent,
-        OpenAIChatCompletionsModel,
-        Runner,
-        function_tool,
-    )
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
     from agents.tracing import set_trace_processors
     from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
     from openai import AsyncOpenAI

@@ -158,11 +158,7 @@ SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 {"type": "tool-call", "toolCallId": "c1", "toolName": "look", "input": {"at": "x"}},
             ],
         },
-        {
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [called("look", '{"at": "x"}')],
-        },
+        {"content": None, "reasoning_content": "hm", "tool_calls": [called("look", '{"at": "x"}')]},
     ),
     "a call of ShareGPT": (
         {"role": "function_call", "value": '{"name": "look", "arguments": {"at": "x"}}'},

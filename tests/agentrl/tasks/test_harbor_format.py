@@ -85,7 +85,7 @@ def test_a_task_of_several_steps_is_read(tmp_path: Path) -> None:
         "steps/two/tests",
     ]
     assert [step.solution.relative_to(folder).as_posix() for step in task.steps] == [
-        *("solution", "steps/two/solution"),
+        *("solution", "steps/two/solution")
     ]
 
 

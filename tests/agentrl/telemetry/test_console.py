@@ -122,8 +122,7 @@ async def test_half_a_line_waits_and_the_last_words_are_shown(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--quiet", "--verbose"], "not both"), (["--log-level", "LOUD"], "LOUD")],
+    ("options", "said"), [(["--quiet", "--verbose"], "not both"), (["--log-level", "LOUD"], "LOUD")]
 )
 def test_levels_that_are_none_are_refused(options: list[str], said: str) -> None:
     assert said in refused("train", "none.toml", *options)

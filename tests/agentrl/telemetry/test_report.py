@@ -99,10 +99,7 @@ def evaluated(low: float, score: float, high: float) -> dict[str, float]:
 def test_a_table_is_in_percent_only_if_no_outcome_lies_outside(
     training: dict[str, float], outcomes: list[float], percent: bool
 ) -> None:
-    steps = [
-        row(0, **evaluated(0.1, 0.25, 0.4) | training),
-        row(9, **evaluated(0.7, 0.852, 0.95)),
-    ]
+    steps = [row(0, **evaluated(0.1, 0.25, 0.4) | training), row(9, **evaluated(0.7, 0.852, 0.95))]
     _, before, after = score_table(steps, outcomes).columns
     known = [cell for cell in (*before.cells, *after.cells) if cell != "-"]
     assert {"%" in cell for cell in known} == {percent}

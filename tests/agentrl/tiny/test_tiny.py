@@ -8,13 +8,7 @@ import pytest
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.core.errors import TrainingError
-from agentrl.tiny.models import (
-    TEMPLATE,
-    Conversation,
-    imitator,
-    make_tokenizer,
-    word_tokenizer,
-)
+from agentrl.tiny.models import TEMPLATE, Conversation, imitator, make_tokenizer, word_tokenizer
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 

@@ -137,8 +137,7 @@ def test_images_of_a_prompt_are_described(
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [(97, "97 B"), (1000, "1 kB"), (243_400, "243 kB"), (1_300_000, "1.3 MB")],
+    ("size", "words"), [(97, "97 B"), (1000, "1 kB"), (243_400, "243 kB"), (1_300_000, "1.3 MB")]
 )
 def test_an_image_in_words(size: int, words: str) -> None:
     assert (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import pytest
 
 from agentrl.core.config import RunConfig, resolve
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import ErrorKind, RolloutState
+from agentrl.core.types import ErrorKind, Rollout, RolloutState
 from agentrl.runners.executors import command, supervisor
 
 NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes
@@ -33,10 +32,19 @@ def configured(command: object, runner: dict[str, Any] | None = None, **agent: A
 
 
 async def result(bench: Any, make: Any, command: object, value: Any = "x", **agent: Any) -> Any:
-    executor = await make("command", config=configured(command, **agent))
-    (rollout,) = await bench.run(executor, {"input": value})
+    (rollout,) = await play(bench, make, command, value, **agent)
     assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
     return rollout.result
+
+
+async def play(bench: Any, make: Any, command: object, *inputs: Any, **agent: Any) -> list[Rollout]:
+    """The rollouts of a command on tasks with these inputs."""
+    executor = await make("command", config=configured(command, **agent))
+    found: list[Rollout] = await bench.run(executor, *({"input": value} for value in inputs))
+    return found
+
+
+PROGRAM = python("import json, sys; exec(json.load(sys.stdin))")  # which its task is
 
 
 async def test_what_it_finds_in_its_environment(
@@ -75,11 +83,10 @@ async def test_a_key_of_googles_that_the_user_gives_leads_to_google(
     assert "GOOGLE_GEMINI_BASE_URL" not in env
 
 
-@pytest.mark.parametrize("odd", [{"command": ["true", "a\0b"]}, {"env": {"ODD": "a\0b"}}], ids=str)
-async def test_a_nul_that_no_program_can_be_given_is_said(bench: Any, make: Any, odd: Any) -> None:
-    executor = await make("command", config=configured(**{"command": ["true"]} | odd))
-    (rollout,) = await bench.run(executor, {"input": "x"})
-    assert "embedded null byte" in rollout.failure.message
+async def test_a_nul_that_no_program_can_be_given_is_said(bench: Any, make: Any) -> None:
+    for argv, env in ((["true", "a\0b"], {}), (["true"], {"ODD": "a\0b"})):
+        (rollout,) = await play(bench, make, argv, "x", env=env)
+        assert "embedded null byte" in rollout.failure.message, argv
 
 
 async def test_its_parent_knows_no_secrets(
@@ -142,28 +149,32 @@ async def test_what_a_sealed_process_starts_is_not(bench: Any, make: Any) -> Non
     assert await result(bench, make, python(SEALED)) == 1
 
 
-@pytest.mark.parametrize("size", [10, 2_000_000])
-async def test_the_task_in_every_size(bench: Any, make: Any, size: int) -> None:
+async def test_the_task_in_every_size(bench: Any, make: Any) -> None:
     code = """
 import json, os, sys
 task = json.load(sys.stdin)
 assert task == json.load(open(os.environ["AGENTRL_TASK_FILE"]))
-print(json.dumps([len(task), "AGENTRL_TASK" in os.environ]))
+print(json.dumps([len(task), json.loads(os.environ.get("AGENTRL_TASK", "null")) == task]))
 """
-    found = await result(bench, make, python(code), "é" * size)
-    assert found == [size, size * 2 < command.MAX_VARIABLE_BYTES]
+    largest = command.MAX_VARIABLE_BYTES - 2  # without the quotes
+    tasks = ["é" * 10, "x" * largest, "x" * (largest + 1), "é" * 2_000_000]
+    rollouts = await play(bench, make, python(code), *tasks)
+    expected = [[len(task), i < 2] for i, task in enumerate(tasks)]
+    assert [rollout.result for rollout in rollouts] == expected
 
 
-@pytest.mark.parametrize(
-    ("printed", "answer"),
-    [
-        *[('{"a": [1]}\n', {"a": [1]}), ("17", 17), ("two\nlines\n", "two\nlines"), ("", "")],
-        pytest.param(NESTED, NESTED, id="nested"),
-    ],
-)
-async def test_a_result_is_json_or_text(bench: Any, make: Any, printed: str, answer: Any) -> None:
-    command = python(f"import sys; sys.stdout.write({printed!r}); sys.stderr.write('noise')")
-    assert await result(bench, make, command) == answer
+HUGE = '{"n": 1' + "0" * 5000 + "}"  # no integer of JSON
+PRINTED = {
+    '{"a": [1]}\n': {"a": [1]}, "17": 17, "two\nlines\n": "two\nlines", "": "", NESTED: NESTED,
+    "[7, 1e3]\n": [7, 1000.0], f"{2**70}\n": f"{2**70}", f"{HUGE}\n": HUGE,
+}  # fmt: skip
+
+
+async def test_a_result_is_json_or_text(bench: Any, make: Any) -> None:
+    write = "import sys; sys.stdout.write({!r}); sys.stderr.write('noise')"
+    rollouts = await play(bench, make, PROGRAM, *map(write.format, PRINTED))
+    for (printed, answer), rollout in zip(PRINTED.items(), rollouts, strict=True):
+        assert rollout.result == answer, (printed[:20], rollout.failure)
 
 
 async def test_a_result_file_outweighs_stdout(bench: Any, make: Any) -> None:
@@ -176,36 +187,28 @@ async def test_it_works_in_its_folder(bench: Any, make: Any, tmp_path: Path) -> 
     assert await result(bench, make, ["cat", "here.txt"], folder=str(tmp_path)) == "found"
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("import sys; print('why', file=sys.stderr); sys.exit(4)", "exit status 4: why"),
-        (f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})", "was killed by SIGSEGV"),
-        ("print('x' * 20_000_000)", "more than 16777216 bytes to stdout"),
-        ("import os; os.mkdir(os.environ['AGENTRL_RESULT_FILE'])", "read: Is a directory"),
-        (
-            "import os; p = os.environ['AGENTRL_RESULT_FILE']; os.symlink(p, p)",
-            "read: Too many levels of symbolic links",
-        ),
-        (
-            "import os; os.symlink('/etc/passwd', os.environ['AGENTRL_RESULT_FILE'])",
-            "read: Too many levels of symbolic links",
-        ),
-        (
-            "import os, shutil; folder = os.path.dirname(os.environ['AGENTRL_RESULT_FILE']);"
-            " shutil.rmtree(folder); os.symlink('/etc', folder)",
-            "read: Too many levels of symbolic links",
-        ),
-    ],
-)
+LINKED = "read: Too many levels of symbolic links"
+FAILS = {
+    "import sys; print('why', file=sys.stderr); sys.exit(4)": "exit status 4: why",
+    f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})": "was killed by SIGSEGV",
+    "print('x' * 20_000_000)": "more than 16777216 bytes to stdout",
+    "import os; os.mkdir(os.environ['AGENTRL_RESULT_FILE'])": "read: Is a directory",
+    "import os; p = os.environ['AGENTRL_RESULT_FILE']; os.symlink(p, p)": LINKED,
+    "import os; os.symlink('/etc/passwd', os.environ['AGENTRL_RESULT_FILE'])": LINKED,
+    "import os, shutil; folder = os.path.dirname(os.environ['AGENTRL_RESULT_FILE']);"
+    " shutil.rmtree(folder); os.symlink('/etc', folder)": LINKED,
+}
+
+
 async def test_how_it_fails(
-    bench: Any, make: Any, code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    executor = await make("command", config=configured(python(code)))
-    (rollout,) = await bench.run(executor, {"input": "x"})
-    assert rollout.failure.kind is ErrorKind.AGENT
-    assert says in rollout.failure.message
+    rollouts = await play(bench, make, PROGRAM, *FAILS)
+    for (code, says), rollout in zip(FAILS.items(), rollouts, strict=True):
+        assert rollout.failure is not None, code
+        assert rollout.failure.kind is ErrorKind.AGENT, code
+        assert says in rollout.failure.message, code
 
 
 async def test_a_variable_that_only_the_runner_has_is_named(
@@ -213,16 +216,14 @@ async def test_a_variable_that_only_the_runner_has_is_named(
 ) -> None:
     monkeypatch.setenv("SEARCH_TOKEN", "own")
     code = "import os; os.environ['SEARCH_TOKEN']"
-    executor = await make("command", config=configured(python(code)))
-    (rollout,) = await bench.run(executor, {"input": "x"})
+    (rollout,) = await play(bench, make, python(code), "x")
     assert rollout.failure.message.endswith('set agent.pass_env = ["SEARCH_TOKEN"]')
     assert await result(bench, make, python(f"{code}; print(1)"), pass_env=["SEARCH_*"]) == 1
 
 
 async def test_only_the_end_of_its_stderr_is_kept(bench: Any, make: Any) -> None:
     code = "import sys; sys.stderr.write('x' * 1_000_000 + '\\nlast words\\n'); sys.exit(1)"
-    executor = await make("command", config=configured(python(code)))
-    (rollout,) = await bench.run(executor, {"input": "x"})
+    (rollout,) = await play(bench, make, python(code), "x")
     assert rollout.failure.message.endswith(": last words")
     assert len(rollout.failure.traceback) == 20_000
 
@@ -231,8 +232,7 @@ async def test_a_program_that_vanished_is_said(bench: Any, make: Any, tmp_path: 
     program = tmp_path / "agent.sh"
     program.write_text("#!/no/such/shell\n")
     program.chmod(0o755)
-    executor = await make("command", config=configured([str(program)]))
-    (rollout,) = await bench.run(executor, {"input": "x"})
+    (rollout,) = await play(bench, make, [str(program)], "x")
     assert "exit status 127: cannot run" in rollout.failure.message
 
 
@@ -251,8 +251,7 @@ async def test_a_supervisor_that_is_killed_is_no_failure_of_the_agent(
 ) -> None:
     """The agent goes with it, and the rollout is tried again."""
     code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
-    executor = await make("command", config=configured(python(code)))
-    (rollout,) = await bench.run(executor, {"input": "x"})
+    (rollout,) = await play(bench, make, python(code), "x")
     assert rollout.failure.kind is ErrorKind.LOST_RUNNER
     assert rollout.attempts == 3
 
@@ -307,17 +306,3 @@ async def test_what_the_user_can_mend(make: Any, agent: Any, says: str) -> None:
     config = resolve({"name": "test", "agent": agent}, source="test")
     with pytest.raises(ConfigError, match=says):
         await make("command", config=config)
-
-
-def test_a_small_task_is_a_variable_and_a_large_one_is_not() -> None:
-    text = json.dumps("x" * 10).encode()
-    assert command.task_variable(text) == {"AGENTRL_TASK": text.decode()}
-    assert command.task_variable(b" " * (command.MAX_VARIABLE_BYTES + 1)) == {}
-
-
-@pytest.mark.parametrize(
-    ("printed", "result"),
-    [("[7, 1e3]", [7, 1000.0]), (str(2**70), str(2**70)), ('{"n": 1' + "0" * 5000 + "}", None)],
-)
-def test_what_a_program_prints_is_json_or_text(printed: str, result: Any) -> None:
-    assert command.parse_result(f"{printed}\n") == (printed if result is None else result)

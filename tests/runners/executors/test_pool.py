@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import select
 import signal
 import socket
@@ -112,16 +113,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-async def test_a_process_that_a_rollout_changed_is_replaced(
-    bench: Any, pool: Any, what: str
-) -> None:
-    text = AGENT.replace("os._exit(3)", CHANGES[what])
-    executor = await pool(text.replace('"grow"', "None"))
-    tasks = [{"input": doing} for doing in ("", "leave", "", "")]
-    rollouts = await bench.run(executor, *tasks, concurrency=1)
-    one, changed, after, last = [rollout.result[2] for rollout in rollouts]
-    assert one == changed != after == last
+async def test_a_process_that_a_rollout_changed_is_replaced(bench: Any, pool: Any) -> None:
+    executor = await pool(
+        AGENT.replace('if doing == "leave":\n            os._exit(3)', "exec(doing)")
+    )
+    tasks = [{"input": doing} for code in CHANGES.values() for doing in ("", code)]
+    rollouts = await bench.run(executor, *tasks, {"input": ""}, concurrency=1)
+    found = [rollout.result[2] for rollout in rollouts]
+    for number, what in enumerate(CHANGES):
+        before, changed, after = found[2 * number : 2 * number + 3]
+        assert before == changed != after, what
 
 
 async def test_a_process_whose_rollouts_no_longer_call_is_replaced(bench: Any, pool: Any) -> None:
@@ -169,24 +170,24 @@ async def hold():
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "says"),
-    [
-        (AGENT, "pool_agent.py:biuld", "did you mean 'build'"),
-        ("import nothing_like_this", "pool_agent.py:build", "cannot import it"),
-        ("import os\nos._exit(4)", "pool_agent.py:build", "process ended while loading"),
-        ("def build():\n    return 17", "pool_agent.py:build", "of type 'int'"),
-        (
-            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True,"
-            " name='poller').start()\nasync def build(x): ...",
-            "pool_agent.py:build",
-            r"started the threads poller.*runner\.pool\.start = 'spawn'",
-        ),
-    ],
+POLLS = (
+    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True,"
+    " name='poller').start()\nasync def build(x): ..."
 )
-async def test_what_the_user_can_mend(pool: Any, text: str, path: str, says: str) -> None:
-    with pytest.raises(AgentRLError, match=says):
-        await pool(text, path)
+
+
+async def test_what_the_user_can_mend(pool: Any) -> None:
+    with pytest.raises(AgentRLError, match="did you mean 'build'"):
+        await pool(path="pool_agent.py:biuld")
+    for text, says in (
+        ("import nothing_like_this", "cannot import it"),
+        ("import os\nos._exit(4)", "process ended while loading"),
+        ("def build():\n    return 17", "of type 'int'"),
+        (POLLS, r"started the threads poller.*runner\.pool\.start = 'spawn'"),
+    ):
+        (answer,) = await asyncio.gather(pool(text), return_exceptions=True)
+        assert isinstance(answer, AgentRLError), (text, answer)
+        assert re.search(says, str(answer)), (text, answer)
 
 
 WITHHELD = """

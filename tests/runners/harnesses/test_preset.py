@@ -181,10 +181,7 @@ def test_rules_of_the_run_file_come_before_those_of_the_harness(odd: Path) -> No
     scout = RoleRule(role="scout", header={"x-scout": "*"}, tools=True)
     assert config.roles == {"side": "policy"}
     preset = load_preset(config.agent.harness, odd)
-    assert role_rules(config, None, preset) == [
-        scout,
-        RoleRule(role="side", tools=False),
-    ]
+    assert role_rules(config, None, preset) == [scout, RoleRule(role="side", tools=False)]
     (odd / "again.toml").write_text(to_toml(config))
     assert load(odd / "again.toml").role_rules == [scout]
 

@@ -98,33 +98,25 @@ async def in_a_pool_from_a_thread(text: str) -> str:
 
 
 CLIENTS: list[Callable[[str], Any]] = [
-    with_requests,
-    with_httpx,
-    with_httpx_async,
-    with_httpx2,
-    with_httpx2_async,
-    with_aiohttp,
-    in_a_thread,
-    in_a_thread_of_its_own_class,
-    in_a_shared_pool,
-    in_an_executor,
+    with_requests, with_httpx, with_httpx_async, with_httpx2, with_httpx2_async, with_aiohttp,
+    in_a_thread, in_a_thread_of_its_own_class, in_a_shared_pool, in_an_executor,
     in_a_pool_from_a_thread,
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
-async def test_calls_of_concurrent_attempts_are_attributed(bench: Any, client: Any) -> None:
-    tasks = [{"input": f"token-{i}-"} for i in range(8)]
-    rollouts = await bench.run(client, *tasks, concurrency=8)
-    for task, rollout in zip(tasks, rollouts, strict=True):
-        assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
-        assert rollout.result == f"echo {task['input']}"
-        trace = await bench.store.trace(rollout.id)
-        (call,) = trace.transitions
-        assert call.messages[-1]["content"] == task["input"]
-        (span,) = [span for span in trace.spans if span.id == call.span]
-        assert span.attributes == {"url.full": url(), "http.response.status_code": 200}
-        assert span.ok
+async def test_calls_of_concurrent_attempts_are_attributed(bench: Any) -> None:
+    for client in CLIENTS:
+        tasks = [{"input": f"token-{i}-"} for i in range(8)]
+        rollouts = await bench.run(client, *tasks, concurrency=8)
+        for task, rollout in zip(tasks, rollouts, strict=True):
+            assert rollout.state is RolloutState.SUCCEEDED, (client, rollout.failure)
+            assert rollout.result == f"echo {task['input']}", client
+            trace = await bench.store.trace(rollout.id)
+            (call,) = trace.transitions
+            assert call.messages[-1]["content"] == task["input"], client
+            (span,) = [span for span in trace.spans if span.id == call.span]
+            assert span.attributes == {"url.full": url(), "http.response.status_code": 200}
+            assert span.ok, client
 
 
 async def test_the_real_sdks_in_every_form(bench: Any) -> None:

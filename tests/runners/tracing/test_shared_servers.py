@@ -24,12 +24,7 @@ import uvloop
 from aiohttp import web
 
 from agentrl.core.types import ErrorKind
-from agentrl.runners.executors.inprocess import (
-    InProcessExecutor,
-    as_agent,
-    in_trace,
-    run_guarded,
-)
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, in_trace, run_guarded
 from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.tracing.attempt_log import AttemptLog
@@ -258,23 +253,18 @@ async def play(bench: Any, start: Start, forward: bool) -> Any:
 
 
 @pytest.mark.parametrize("start", SERVERS)
-async def test_a_shared_server_that_forwards_the_trace_serves_every_rollout(
-    bench: Any, start: Start
-) -> None:
-    for rollout in await play(bench, start, forward=True):
-        assert rollout.failure is None, rollout.failure
-        (call,) = (await bench.store.trace(rollout.id)).transitions
-        assert call.messages[-1]["content"] == rollout.task["input"]
-
-
-@pytest.mark.parametrize("start", SERVERS)
 async def test_calls_of_a_shared_server_are_in_no_rollout_by_guess(
     bench: Any, start: Start
 ) -> None:
+    """Each is in the rollout whose trace it forwards, and without one in none."""
     for rollout in await play(bench, start, forward=False):
         assert rollout.failure is not None
         assert not (await bench.store.trace(rollout.id)).transitions
     assert not bench.model.requests
+    for rollout in await play(bench, start, forward=True):
+        assert rollout.failure is None, rollout.failure
+        (call,) = (await bench.store.trace(rollout.id)).transitions
+        assert call.messages[-1]["content"] == rollout.task["input"]
 
 
 async def test_the_failure_says_what_a_shared_server_should_do(bench: Any) -> None:

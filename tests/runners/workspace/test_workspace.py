@@ -401,25 +401,28 @@ async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
     assert seen["remount"] != 0
 
 
-@pytest.mark.parametrize(
-    ("task", "workspace", "says"),
-    [
-        ({"files": "git:nothing@main"}, {}, "there is no repository"),
-        ({"files": "git:project@nowhere"}, {}, "nowhere"),
-        ({"files": {"../out": "x"}}, {}, "is not a valid file name"),
-        ({"files": {"a": 1}}, {}, "must be a text"),
-        ({"files": {"a\0b": ""}}, {}, "null byte"),
-        ({}, {"source": "task.repo"}, "the task has no 'repo'"),
-    ],
-)
+NO_WORKSPACES: list[tuple[dict[str, Any], str]] = [
+    ({"repo": "git:nothing@main"}, "there is no repository"),
+    ({"repo": "git:project@nowhere"}, "nowhere"),
+    ({"repo": {"../out": "x"}}, "is not a valid file name"),
+    ({"repo": {"a": 1}}, "must be a text"),
+    ({"repo": {"a\0b": ""}}, "null byte"),
+    ({}, "the task has no 'repo'"),
+]
+
+
 async def test_a_workspace_that_cannot_be_made_fails_its_rollout(
-    play: Any, repository: Path, task: dict[str, Any], workspace: dict[str, str], says: str
+    play: Any, repository: Path
 ) -> None:
-    (rollout,) = await play("call('x')", task, settings={"workspace": workspace})
-    assert rollout.state is RolloutState.FAILED
-    assert rollout.failure.kind is ErrorKind.WORKSPACE
-    assert says in rollout.failure.message
-    assert "\n" not in rollout.failure.message
+    settings = {"workspace": {"source": "task.repo"}}
+    tasks = [task for task, _ in NO_WORKSPACES]
+    rollouts = await play("call('x')", *tasks, {"repo": FILES}, settings=settings)
+    assert rollouts.pop().state is RolloutState.SUCCEEDED
+    for rollout, (task, says) in zip(rollouts, NO_WORKSPACES, strict=True):
+        assert rollout.failure is not None, task
+        assert rollout.failure.kind is ErrorKind.WORKSPACE, task
+        assert says in rollout.failure.message, task
+        assert "\n" not in rollout.failure.message, task
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small file system")
@@ -528,16 +531,11 @@ async def test_a_source_that_is_not_there_is_said_at_the_start(tmp_path: Path) -
         await spaces.close()
 
 
-async def test_it_is_ready_soon(tmp_path: Path) -> None:
-    spaces = Workspaces(configured(tmp_path, ""), root=tmp_path, gateway="http://127.0.0.1:1/v1")
-    await spaces.start()
-    try:
-        taken = []
-        for _ in range(20):
-            began = time.perf_counter()
-            space = await spaces.prepare({"files": FILES})
-            taken.append(time.perf_counter() - began)
-            await spaces.remove(space)
-        assert sorted(taken)[10] < 0.5  # the benchmark says it exactly
-    finally:
-        await spaces.close()
+async def test_it_is_ready_soon(spaces: Workspaces) -> None:
+    taken = []
+    for _ in range(20):
+        began = time.perf_counter()
+        space = await spaces.prepare({"files": FILES})
+        taken.append(time.perf_counter() - began)
+        await spaces.remove(space)
+    assert sorted(taken)[10] < 0.5  # the benchmark says it exactly

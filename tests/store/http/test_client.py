@@ -229,16 +229,6 @@ async def test_half_an_answer_is_a_lost_one():
             await store.cursor()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    """Files of a certificate for this machine, by an authority of its own, and of its key."""
-    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    options += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", key]
-    subprocess.run(["openssl", "req", *options], check=True, capture_output=True)
-    return certificate, key
-
-
 async def test_a_store_behind_https(address, certificate, monkeypatch):
     async def pass_on(request: web.Request) -> web.Response:
         async with httpx.AsyncClient(base_url=address) as client:
@@ -248,7 +238,7 @@ async def test_a_store_behind_https(address, certificate, monkeypatch):
         return web.Response(body=answer.content, status=answer.status_code, content_type=kind)
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*certificate)
+    context.load_cert_chain(*certificate.values())
     app = web.Application()
     app.router.add_post("/v1/{verb}", pass_on)
     proxy = TestServer(app, host="127.0.0.1", scheme="https")
@@ -257,7 +247,7 @@ async def test_a_store_behind_https(address, certificate, monkeypatch):
     async with HttpStore(f"{url}?patience=0") as store:
         with pytest.raises(Unavailable, match="certificate"):
             await store.cursor()
-    monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+    monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
     async with HttpStore(url) as store:
         assert (await store.open_run("run", {})).epoch == 1
         assert await store.runs() == ["run"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -54,22 +55,23 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("verb", CALLS)
-def test_a_key_of_a_run_opens_no_other(stranger: httpx.Client, verb: str) -> None:
-    for run, status in (("other", 403), ("mine", 200)):
-        body = {
-            name: value.replace("RUN", run) if isinstance(value, str) else value
-            for name, value in CALLS[verb].items()
-        }
-        answer = stranger.post(f"/v1/{verb}", json=body)
-        assert answer.status_code == status, answer.text
-        assert ("for run 'mine' only" in answer.text) == (status == 403)
-        calls = {"calls": [{"verb": verb, "arguments": body}]}
-        (batched,) = stranger.post("/v1/batch", json=calls).json()["results"]
-        assert ("error" in batched) == (status == 403)
+def about(run: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.replace("RUN", run) if isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
 
 
-def test_a_key_of_a_run_says_which_run(stranger: httpx.Client) -> None:
+def test_a_key_of_a_run_opens_no_other(stranger: httpx.Client) -> None:
+    for verb, arguments in CALLS.items():
+        for run, status in (("other", 403), ("mine", 200)):
+            body = about(run, arguments)
+            answer = stranger.post(f"/v1/{verb}", json=body)
+            assert answer.status_code == status, (verb, answer.text)
+            assert ("for run 'mine' only" in answer.text) == (status == 403)
+            calls = {"calls": [{"verb": verb, "arguments": body}]}
+            (batched,) = stranger.post("/v1/batch", json=calls).json()["results"]
+            assert ("error" in batched) == (status == 403), verb
     assert stranger.post("/v1/claim", json=CALLS["claim"] | {"run": None}).status_code == 403
     assert stranger.post("/v1/enqueue", json={"rollouts": []}).status_code == 403
 
@@ -156,22 +158,13 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("verb", READS)
-def test_a_reader_of_a_run_reads_no_other(stranger: httpx.Client, verb: str) -> None:
-    for key, run, status in (
-        (READER, "other", 403),
-        (READER, "mine", 200),
-        ("reads-all", "other", 200),
-    ):
-        body = {
-            name: value.replace("RUN", run) if isinstance(value, str) else value
-            for name, value in READS[verb].items()
-        }
-        headers = {"authorization": f"Bearer {key}"}
-        assert stranger.post(f"/v1/{verb}", json=body, headers=headers).status_code == status
-
-
-def test_a_reader_of_a_run_learns_nothing_of_others(stranger: httpx.Client) -> None:
+def test_a_reader_of_a_run_reads_no_other(stranger: httpx.Client) -> None:
+    rows = (READER, "other", 403), (READER, "mine", 200), ("reads-all", "other", 200)
+    for verb, arguments in READS.items():
+        for key, run, status in rows:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = stranger.post(f"/v1/{verb}", json=about(run, arguments), headers=headers)
+            assert answer.status_code == status, (verb, key, run)
     headers = {"authorization": f"Bearer {READER}"}
     assert stranger.post("/v1/runs", json={}, headers=headers).json() == ["mine"]
     assert stranger.post("/v1/stats", json={}, headers=headers).status_code == 403
@@ -199,12 +192,12 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("verb", WRITES)
-def test_a_key_of_a_run_writes_to_no_attempt_of_another(stranger: httpx.Client, verb: str) -> None:
+def test_a_key_of_a_run_writes_to_no_attempt_of_another(stranger: httpx.Client) -> None:
     admin = {"authorization": "Bearer admin-secret"}
     trace = stranger.post("/v1/trace", json={"rollout": "other/0"}, headers=admin).json()
-    answer = stranger.post(f"/v1/{verb}", json=WRITES[verb](trace["attempt"]))
-    assert (answer.status_code, "for run 'mine' only" in answer.text) == (403, True)
+    for verb, body in WRITES.items():
+        answer = stranger.post(f"/v1/{verb}", json=body(trace["attempt"]))
+        assert (answer.status_code, "for run 'mine' only" in answer.text) == (403, True), verb
 
 
 def test_keys_expire() -> None:

@@ -38,6 +38,10 @@ from tests.store.http.conftest import ADMIN
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
 
+JSON = {"content-type": "application/json"}
+INVALID = (422, "invalid")
+
+
 def refused(answer: httpx.Response) -> tuple[int, str]:
     error = answer.json()["error"]
     assert error["message"].endswith(".")
@@ -57,13 +61,13 @@ def transition(attempt: str, **more) -> dict:
 # -- keys ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["", "Bearer", "Bearer admin", "Basic admin-secret", "Bearer \xff"])
-def test_without_a_known_key_nothing_is_answered(admin, key):
-    headers = {"authorization": key.encode("latin-1")}
-    for path in ("cursor", "batch", "traces"):
-        answer = httpx.post(f"{admin.base_url}/v1/{path}", json={}, headers=headers)
-        assert refused(answer) == (401, "unauthorized")
-        assert answer.headers["www-authenticate"] == "Bearer"
+def test_without_a_known_key_nothing_is_answered(admin):
+    for key in ("", "Bearer", "Bearer admin", "Basic admin-secret", "Bearer \xff"):
+        headers = {"authorization": key.encode("latin-1")}
+        for path in ("cursor", "batch", "traces"):
+            answer = admin.post(f"/v1/{path}", json={}, headers=headers)
+            assert refused(answer) == (401, "unauthorized"), (key, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{admin.base_url}/healthz").status_code == 200
 
 
@@ -104,71 +108,51 @@ def test_the_protocol_says_what_a_runner_may_read():
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'"\\ud800', b"{}{}"])
-def test_what_cannot_be_read(admin, body):
-    headers = {"content-type": "application/json"}
-    assert refused(admin.post("/v1/cursor", content=body, headers=headers)) == (400, "malformed")
+def test_what_cannot_be_read(admin):
+    for body in (b"", b"{", b"\xff", b'"\\ud800', b"{}{}"):
+        answer = admin.post("/v1/cursor", content=body, headers=JSON)
+        assert refused(answer) == (400, "malformed"), body
+    nested = b'{"run": "deep", "config": {"a": ' + b"[" * 100_000
+    answer = admin.post("/v1/open_run", content=nested, headers=JSON)
+    assert refused(answer) == (400, "malformed")
 
 
-def test_what_is_nested_without_end(admin):
-    body = b'{"run": "deep", "config": {"a": ' + b"[" * 100_000
-    headers = {"content-type": "application/json"}
-    assert refused(admin.post("/v1/open_run", content=body, headers=headers)) == (400, "malformed")
+def test_arguments_that_are_not_the_verbs(admin):
+    right = {"n": 1, "runner": "r", "lease": 60}
+    wrong = {"unknown": 1}, {"n": "1"}, {"n": 1.5}, {"n": 0}, {"lease": -1}, {"n": 10**40}
+    no_claim_id = {"timeout": 5}
+    for arguments in ([], {}, *(right | more for more in (*wrong, no_claim_id))):
+        assert refused(admin.post("/v1/claim", json=arguments)) == INVALID, arguments
+    assert admin.post("/v1/claim", json=right).json() == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        {},
-        {"n": 1, "runner": "r", "lease": 60, "unknown": 1},
-        {"n": "1", "runner": "r", "lease": 60},
-        {"n": 1.5, "runner": "r", "lease": 60},
-        {"n": 0, "runner": "r", "lease": 60},
-        {"n": 1, "runner": "r", "lease": -1},
-        {"n": 10**40, "runner": "r", "lease": 60},
-        {"n": 1, "runner": "r", "lease": 60, "timeout": 5},  # and no claim_id
-    ],
-)
-def test_arguments_that_are_not_the_verbs(admin, arguments):
-    assert refused(admin.post("/v1/claim", json=arguments)) == (422, "invalid")
+WRONG_TRANSITIONS = [
+    {"prompt": [2**31]}, {"prompt": [-(2**31) - 1]}, {"prompt": [1.5]}, {"prompt": "AQID"},
+    {"prompt": [True]}, {"logprobs": []}, {"logprobs": [-1, -1]}, {"logprobs": [1e300]},
+    {"logprobs": [None]}, {"index": 2**70}, {"sampling": {"temperatur": 1}},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompt": [2**31]},
-        {"prompt": [-(2**31) - 1]},
-        {"prompt": [1.5]},
-        {"prompt": "AQID"},
-        {"prompt": [True]},
-        {"logprobs": []},
-        {"logprobs": [-1, -1]},
-        {"logprobs": [1e300]},
-        {"logprobs": [None]},
-        {"index": 2**70},
-        {"sampling": {"temperatur": 1}},
-    ],
-)
-def test_a_wrong_transition_leaves_nothing(admin, wrong):
+def test_a_wrong_transition_leaves_nothing(admin):
     attempt = claimed(admin)["id"]
-    body = transition(attempt, **wrong)
-    body["transitions"].insert(0, transition(attempt, id="good")["transitions"][0])
-    assert refused(admin.post("/v1/add_transitions", json=body)) == (422, "invalid")
-    assert admin.post("/v1/trace", json={"rollout": "g/0"}).json()["transitions"] == []
+    for wrong in WRONG_TRANSITIONS:
+        body = transition(attempt, **wrong)
+        body["transitions"].insert(0, transition(attempt, id="good")["transitions"][0])
+        assert refused(admin.post("/v1/add_transitions", json=body)) == INVALID, wrong
+        trace = admin.post("/v1/trace", json={"rollout": "g/0"}).json()
+        assert trace["transitions"] == [], wrong
 
 
-@pytest.mark.parametrize("tokens", [b"123", [1, 2], None, "1234"])
-def test_binary_tokens_are_whole_numbers(admin, tokens):
-    body = transition(claimed(admin)["id"], prompt=tokens)
+def test_binary_tokens_are_whole_numbers(admin):
+    body = transition(claimed(admin)["id"])
     body["transitions"][0] |= {"completion": b"\1\0\0\0", "logprobs": b"\0\0\0\0"}
-    answer = admin.post(
-        "/v1/add_transitions",
-        content=msgspec.msgpack.encode(body),
-        headers={"content-type": MSGPACK},
-    )
-    assert answer.status_code == 422
-    assert msgspec.msgpack.decode(answer.content)["error"]["code"] == "invalid"
+    for tokens, status in ((b"123", 422), ([1], 422), (None, 422), ("1234", 422), (b"1234", 200)):
+        body["transitions"][0]["prompt"] = tokens
+        content, headers = msgspec.msgpack.encode(body), {"content-type": MSGPACK}
+        answer = admin.post("/v1/add_transitions", content=content, headers=headers)
+        assert answer.status_code == status, tokens
+        found = msgspec.msgpack.decode(answer.content)
+        assert found == [True] if status == 200 else found["error"]["code"] == "invalid"
 
 
 def test_a_fault_of_the_server_is_said_to_its_caller(admin, monkeypatch):
@@ -204,16 +188,13 @@ def test_an_answer_that_has_no_form_in_the_encoding_is_a_typed_error(admin, tmp_
     assert admin.post("/v1/rollouts", json={"run": "run"}).json()[0]["task"] == {"x": 10**30}
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "null"])
-def test_an_impossible_reward(admin, value):
-    attempt = claimed(admin)
-    body = (
-        f'{{"outcomes": [{{"attempt": "{attempt["id"]}", "fence": 1,'
-        f' "rewards": [{{"value": {value}}}]}}]}}'
-    )
-    answer = admin.post("/v1/finish", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code in (400, 422)
-    assert admin.post("/v1/counts", json={"run": "run"}).json()["running"] == 1
+def test_an_impossible_reward(admin):
+    attempt = claimed(admin)["id"]
+    for value in ("NaN", "Infinity", "1e999", "null"):
+        outcome = f'{{"attempt": "{attempt}", "fence": 1, "rewards": [{{"value": {value}}}]}}'
+        answer = admin.post("/v1/finish", content=f'{{"outcomes": [{outcome}]}}', headers=JSON)
+        assert answer.status_code in (400, 422), value
+        assert admin.post("/v1/counts", json={"run": "run"}).json()["running"] == 1, value
 
 
 def test_a_missing_number_of_credit_is_null(admin):
@@ -301,46 +282,46 @@ HEAD = b"POST /v1/cursor HTTP/1.1\r\nhost: localhost\r\ncontent-type: applicatio
 WHOLE = HEAD + b"content-length: 2\r\n\r\n{}"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        WHOLE.replace(b"host:", b"content-length: 2\r\nhost:"),
-        WHOLE.replace(b"host:", b"content-length: 7\r\nhost:"),
-        WHOLE.replace(b"host:", b"transfer-encoding: chunked\r\nhost:"),
-        WHOLE.replace(b"host:", b"host :"),
-        WHOLE.replace(b"localhost", b"local\rhost"),
-        WHOLE.replace(b"localhost", b"local\0host"),
-        WHOLE.replace(b"length: 2", b"length: +2"),
-    ],
-)
-def test_a_malformed_request_is_refused_and_its_connection_closed(address, other):
+MALFORMED = [
+    WHOLE.replace(b"host:", b"content-length: 2\r\nhost:"),
+    WHOLE.replace(b"host:", b"content-length: 7\r\nhost:"),
+    WHOLE.replace(b"host:", b"transfer-encoding: chunked\r\nhost:"),
+    WHOLE.replace(b"host:", b"host :"),
+    WHOLE.replace(b"localhost", b"local\rhost"),
+    WHOLE.replace(b"localhost", b"local\0host"),
+    WHOLE.replace(b"length: 2", b"length: +2"),
+]
+
+
+def test_a_malformed_request_ends_its_connection(address):
     """Another server in front might read another request in it."""
     host, port = address.removeprefix("http://").split(":")
-    keyed = other.replace(b"host", b"authorization: Bearer admin-secret\r\nhost", 1)
-    with socket.create_connection((host, int(port)), timeout=20) as client:
-        client.sendall(keyed)
-        answer = b""
-        while part := client.recv(4096):
-            answer += part
-    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    for other in MALFORMED:
+        keyed = other.replace(b"host", b"authorization: Bearer admin-secret\r\nhost", 1)
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(keyed)
+            answer = b""
+            while part := client.recv(4096):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 400 "), (other, answer)
 
 
-@pytest.mark.parametrize("cut", [0, 10, 60, len(WHOLE) - 1])
-def test_calls_sent_at_once_are_answered_in_order_however_they_are_cut(address, cut):
-    """Whole ones, halves, and one that is refused between them."""
+def test_calls_sent_at_once_are_answered_in_order(address):
+    """However they are cut: whole ones, halves, and one that is refused between them."""
     host, port = address.removeprefix("http://").split(":")
     keyed = WHOLE.replace(b"host:", b"authorization: Bearer admin-secret\r\nhost:")
-    wrong = keyed.replace(b"{}", b"[]")
-    sent = keyed + keyed + wrong + keyed
-    with socket.create_connection((host, int(port)), timeout=20) as client:
-        client.sendall(sent[: len(keyed) + cut])
-        client.sendall(sent[len(keyed) + cut :])
-        answer = b""
-        while answer.count(b"HTTP/1.1 ") < 4 or not answer.endswith(b"\r\n\r\n0"):
-            part = client.recv(4096)
-            assert part, answer
-            answer += part
-    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"200", b"200", b"422", b"200"]
+    sent = keyed + keyed + keyed.replace(b"{}", b"[]") + keyed
+    for cut in (0, 10, 60, len(WHOLE) - 1):
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(sent[: len(keyed) + cut])
+            client.sendall(sent[len(keyed) + cut :])
+            answer = b""
+            while answer.count(b"HTTP/1.1 ") < 4 or not answer.endswith(b"\r\n\r\n0"):
+                part = client.recv(4096)
+                assert part, (cut, answer)
+                answer += part
+        statuses = re.findall(rb"HTTP/1\.1 (\d+)", answer)
+        assert statuses == [b"200", b"200", b"422", b"200"], cut
 
 
 # -- batches, repeats and waits --------------------------------------------------------------------
@@ -361,10 +342,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "MAX_SILENCE", 0.05)
-    with (
-        serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
-        half_a_request(address) as half,
-    ):
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as address, half_a_request(address) as half:
         assert b" 503 " in half.recv(1024)
 
 

@@ -118,10 +118,7 @@ def test_another_order_of_policies_is_another_run() -> None:
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (
-            ["peft"],
-            r"policies.planner.lora: 'peft' is not installed: pip install .*\[lora\]'",
-        ),
+        (["peft"], r"policies.planner.lora: 'peft' is not installed: pip install .*\[lora\]'"),
         (["peft", "torch"], ""),  # a machine that only runs agents
     ],
 )
