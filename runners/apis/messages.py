@@ -35,8 +35,8 @@ IDLE |= {"billing_policy", "fallback_credit_token", "fallbacks", "workspace_id"}
 EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # edits of `context_management`
 # Type prefixes of tools that run on Anthropic's servers, dropped.
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
-TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
-TRANSLATED |= {"thread", "tool_choice", "tools"}
+TRANSLATED = {"max_tokens", "messages", "output_config", "output_format", "stop_sequences"}
+TRANSLATED |= {"system", "thinking", "thread", "tool_choice", "tools"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
@@ -103,13 +103,22 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
-    if wanted := config.get("format"):
+    if wanted := _format(body, config):
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     choice = body.get("tool_choice") or {}
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
     return chat | _tool_choice(choice)
+
+
+def _format(body: Body, config: Body) -> Body:
+    """Return the format of the answer; `output_format` is the field's name in the API's beta."""
+    wanted, beta = config.get("format"), body.get("output_format")
+    if wanted and beta:
+        why = "is there beside output_config.format; leave one out"
+        raise UntranslatableError("output_format", why)
+    return wanted or beta or {}
 
 
 def _with_thread(body: Body, memory: ConversationMemory) -> Body:
