@@ -284,6 +284,7 @@ def model_variables(gateway: str, key: str, given: Collection[str] = ()) -> dict
     }
     if GOOGLE_KEYS.isdisjoint(given):
         variables["GOOGLE_GEMINI_BASE_URL"] = gateway.removesuffix("/v1")
+        variables["GEMINI_API_BASE"] = gateway  # litellm's, which appends /models/...
         variables["GEMINI_API_KEY"] = key
     return variables
 
