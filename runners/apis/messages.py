@@ -47,6 +47,8 @@ KEPT = ("system", "tools")  # fields that a continued thread need not repeat
 # Fields that are read of tools, options, messages, and blocks by their type. Other fields have no
 # effect on the policy, and are listed as ignored; `cache_control` never changes an answer.
 READ = {"messages": {"role", "content"}, "output_config": {"effort", "format"}}
+READ["messages.system"] = READ["messages"] | {"output_config", "clear_at"}
+READ["messages.output_config"] = {"effort"}
 READ["tools"] = {"name", "description", "strict", "input_schema", "type", "cache_control"}
 READ["tool_choice"] = {"type", "name", "disable_parallel_tool_use"}
 READ["text"] = {"type", "text", "cache_control"}
@@ -81,7 +83,16 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     turns = common.Turns()
     if body.get("system") is not None:
         turns.add("system", _text(body["system"], "system"))
-    for index, message in enumerate(base.objects(body["messages"], "messages")):
+    effort = (body.get("output_config") or {}).get("effort")
+    messages = base.objects(body["messages"], "messages")
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    for index, message in enumerate(messages):
+        own = (message.get("output_config") or {}) if message.get("role") == "system" else {}
+        effort = own.get("effort") or effort  # from this turn on
+        if own and not message.get("content"):
+            continue
+        if message.get("clear_at") == "next_user_message" and users and index < users[-1]:
+            continue
         _add(turns, message, f"messages[{index}]")
     chat["messages"] = turns.messages
     if chat["messages"][-1]["role"] == "assistant":
@@ -100,10 +111,9 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "enabled", "disabled"):
         raise common.impossible("thinking", f"{kind!r:.80}")
-    config = body.get("output_config") or {}
-    if config.get("effort"):
-        chat["reasoning_effort"] = config["effort"]
-    if wanted := _format(body, config):
+    if effort:
+        chat["reasoning_effort"] = effort
+    if wanted := _format(body):
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     choice = body.get("tool_choice") or {}
@@ -112,9 +122,9 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     return chat | _tool_choice(choice)
 
 
-def _format(body: Body, config: Body) -> Body:
+def _format(body: Body) -> Body:
     """Return the format of the answer; `output_format` is the field's name in the API's beta."""
-    wanted, beta = config.get("format"), body.get("output_format")
+    wanted, beta = (body.get("output_config") or {}).get("format"), body.get("output_format")
     if wanted and beta:
         why = "is there beside output_config.format; leave one out"
         raise UntranslatableError("output_format", why)
@@ -169,8 +179,11 @@ def _unread(body: Body) -> Iterator[str]:
     if isinstance(system := body.get("system"), list):
         parts += [("system.text", READ["text"], block) for block in system]
     for message in body["messages"]:
-        parts.append(("messages", READ["messages"], message))
-        parts += _blocks(message["content"], "messages")
+        kind = "messages.system" if message["role"] == "system" else "messages"
+        parts.append(("messages", READ[kind], message))
+        if kind == "messages.system" and (own := message.get("output_config")):
+            parts.append(("messages.output_config", READ["messages.output_config"], own))
+        parts += _blocks(message.get("content"), "messages")
     for where, read, part in parts:
         yield from (f"{where}.{name}" for name in part.keys() - read if part[name])
 

@@ -31,6 +31,7 @@ RESPONSES_WITHOUT_EFFECT = (
 )
 MESSAGES_WITHOUT_EFFECT = (
     r".*\.cache_control.*",
+    r"messages\[\]\.clear_at",  # never, its usual value; test_harness_fields has the other
     r".*\.thinking\.signature",  # of another server, beside the thought
     r"service_tier|speed|thread\.create.*",  # their usual values
     r"thinking\.(adaptive.*|enabled\.display)",  # likewise
@@ -51,7 +52,7 @@ def responses_request(body: dict[str, Any]) -> dict[str, Any]:
 def messages_request(body: dict[str, Any]) -> dict[str, Any]:
     call = {"type": "tool_use", "id": TEXT, "name": TEXT, "input": {}}
     said = body["messages"]
-    end = [USER] if said[-1]["role"] == "assistant" else []
+    end = [USER] if said[-1]["role"] in ("assistant", "system") else []
     return body | {"messages": [USER, {"role": "assistant", "content": [call]}, *said, *end]}
 
 
