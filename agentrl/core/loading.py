@@ -289,6 +289,7 @@ def model_variables(
     }
     if GOOGLE_KEYS.isdisjoint(agent_variables):
         variables["GOOGLE_GEMINI_BASE_URL"] = gateway.removesuffix("/v1")
+        variables["GEMINI_API_BASE"] = gateway  # litellm's, which appends /models/...
         variables["GEMINI_API_KEY"] = key
     return variables
 

@@ -239,7 +239,11 @@ class TextStream:
         self._read = 0  # number of decoded tokens
         self._shown = 0  # number of these that are no longer needed as context
         self._text = ""  # decoded, not yet returned
-        self.stopped = False
+        self.ended_by = ""  # the stop string that ended the text, once there is one
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.ended_by)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that is final."""
@@ -258,19 +262,18 @@ class TextStream:
             self._shown, self._read = self._read, len(self._tokens)
         if self.stopped:
             return ""
-        keep = 0 if last else self._keep
-        before_stop = text_before_stop(self._text, self._stop)
-        if len(before_stop) < len(self._text):
-            self.stopped, keep = True, 0
+        before_stop, self.ended_by = text_before_stop(self._text, self._stop)
+        keep = 0 if last or self.stopped else self._keep
         end = max(len(before_stop) - keep, 0)
         final, self._text = before_stop[:end], before_stop[end:]
         return final
 
 
-def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    ends = [at for at in (text.find(string) for string in stop) if at >= 0]
-    return text[: min(ends)] if ends else text
+def text_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before the first stop string, and that string; empty if there is none."""
+    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    end, string = min(found, default=(len(text), ""))
+    return text[:end], string
 
 
 log = logging.getLogger("agentrl.algorithm")

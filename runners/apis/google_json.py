@@ -69,6 +69,17 @@ def one_of(*values: Json) -> Reader:
     return reader
 
 
+def integer(value: Json, where: str) -> Json:
+    """Read an integer, which Google's SDK writes as 5.0 and others as "5"."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and value.lstrip("-").isdecimal():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UntranslatableError(where, f"{value!r:.80} is not an integer", code="invalid_type")
+    return value
+
+
 def object_of_agent(value: Json, where: str) -> Json:
     """Read data of the agent: arguments or results of a function."""
     if not isinstance(value, dict):
@@ -214,6 +225,7 @@ SAME |= {"maxOutputTokens": "max_completion_tokens", "stopSequences": "stop"}
 SAME |= {"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"}
 MIME_TYPES = ("application/json", "text/plain")
 CONFIG: Fields = dict.fromkeys(SAME, KEPT) | SCHEMAS | {"thinkingConfig": THINKING}
+CONFIG |= dict.fromkeys(("topK", "maxOutputTokens", "seed"), integer)
 CONFIG |= {"candidateCount": (1,), "responseModalities": ([], ["TEXT"]), "audioTimestamp": (False,)}
 CONFIG |= {"responseMimeType": one_of("", *MIME_TYPES), "responseLogprobs": (False,)}
 CONFIG |= dict.fromkeys(("enableEnhancedCivicAnswers", "mediaResolution"), DROPPED)

@@ -35,8 +35,8 @@ IDLE |= {"billing_policy", "fallback_credit_token", "fallbacks", "workspace_id"}
 EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # edits of `context_management`
 # Type prefixes of tools that run on Anthropic's servers, dropped.
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
-TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
-TRANSLATED |= {"thread", "tool_choice", "tools"}
+TRANSLATED = {"max_tokens", "messages", "output_config", "output_format", "stop_sequences"}
+TRANSLATED |= {"system", "thinking", "thread", "tool_choice", "tools"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
@@ -47,6 +47,8 @@ KEPT = ("system", "tools")  # fields that a continued thread need not repeat
 # Fields that are read of tools, options, messages, and blocks by their type. Other fields have no
 # effect on the policy, and are listed as ignored; `cache_control` never changes an answer.
 READ = {"messages": {"role", "content"}, "output_config": {"effort", "format"}}
+READ["messages.system"] = READ["messages"] | {"output_config", "clear_at"}
+READ["messages.output_config"] = {"effort"}
 READ["tools"] = {"name", "description", "strict", "input_schema", "type", "cache_control"}
 READ["tool_choice"] = {"type", "name", "disable_parallel_tool_use"}
 READ["text"] = {"type", "text", "cache_control"}
@@ -81,7 +83,16 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     turns = common.Turns()
     if body.get("system") is not None:
         turns.add("system", _text(body["system"], "system"))
-    for index, message in enumerate(base.objects(body["messages"], "messages")):
+    effort = (body.get("output_config") or {}).get("effort")
+    messages = base.objects(body["messages"], "messages")
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    for index, message in enumerate(messages):
+        own = (message.get("output_config") or {}) if message.get("role") == "system" else {}
+        effort = own.get("effort") or effort  # from this turn on
+        if own and not message.get("content"):
+            continue
+        if message.get("clear_at") == "next_user_message" and users and index < users[-1]:
+            continue
         _add(turns, message, f"messages[{index}]")
     chat["messages"] = turns.messages
     if chat["messages"][-1]["role"] == "assistant":
@@ -100,16 +111,24 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "enabled", "disabled"):
         raise common.impossible("thinking", f"{kind!r:.80}")
-    config = body.get("output_config") or {}
-    if config.get("effort"):
-        chat["reasoning_effort"] = config["effort"]
-    if output_format := config.get("format"):
+    if effort:
+        chat["reasoning_effort"] = effort
+    if output_format := _format(body):
         schema = {"name": "answer", "schema": output_format.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     choice = body.get("tool_choice") or {}
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
     return chat | _tool_choice(choice)
+
+
+def _format(body: Body) -> Body:
+    """Return the format of the answer; `output_format` is the field's name in the API's beta."""
+    current, beta = (body.get("output_config") or {}).get("format"), body.get("output_format")
+    if current and beta:
+        why = "is there beside output_config.format; leave one out"
+        raise UntranslatableError("output_format", why)
+    return current or beta or {}
 
 
 def _with_thread(body: Body, memory: ConversationMemory) -> Body:
@@ -162,8 +181,11 @@ def _unread(body: Body) -> Iterator[str]:
     if isinstance(system := body.get("system"), list):
         parts += [("system.text", READ["text"], block) for block in system]
     for message in body["messages"]:
-        parts.append(("messages", READ["messages"], message))
-        parts += _blocks(message["content"], "messages")
+        kind = "messages.system" if message["role"] == "system" else "messages"
+        parts.append(("messages", READ[kind], message))
+        if kind == "messages.system" and (own := message.get("output_config")):
+            parts.append(("messages.output_config", READ["messages.output_config"], own))
+        parts += _blocks(message.get("content"), "messages")
     for where, read, part in parts:
         yield from (f"{where}.{name}" for name in part.keys() - read if part[name])
 

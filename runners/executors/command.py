@@ -138,7 +138,7 @@ PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 MODEL = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"),
-    *("NO_PROXY", "no_proxy", *KEYS, *NO_TELEMETRY),
+    *("GEMINI_API_BASE", "NO_PROXY", "no_proxy", *KEYS, *NO_TELEMETRY),
 )  # variables that the runner's own `environment` sets
 
 

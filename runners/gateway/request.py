@@ -220,6 +220,8 @@ def _fill_sampling(body: Fields, defaults: Sampling | None) -> Sampling:
 
 
 def _number(value: Json, kind: type, default: Any) -> Any:
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # vLLM reads 5.0 as 5, too
     if isinstance(value, bool) or not isinstance(value, int | kind):
         return default
     wide = isinstance(value, int) and value.bit_length() > 63

@@ -229,6 +229,7 @@ def test_the_environment_is_set_and_restored(
         assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "agentrl"
         assert os.environ["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"  # its clients add /v1
         assert os.environ["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:1"
+        assert os.environ["GEMINI_API_BASE"] == "http://127.0.0.1:1/v1"  # litellm adds /models
         assert ("127.0.0.1" in os.environ.get("NO_PROXY", "")) is bool(proxy)
     assert dict(os.environ) == before
 
@@ -237,13 +238,14 @@ def test_the_environment_is_set_and_restored(
 def test_a_key_of_googles_that_is_kept_leads_to_google(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for each in ("GOOGLE_GEMINI_BASE_URL", "GEMINI_API_KEY", "GOOGLE_API_KEY"):
+    addresses = {"GOOGLE_GEMINI_BASE_URL", "GEMINI_API_BASE"}
+    for each in (*addresses, "GEMINI_API_KEY", "GOOGLE_API_KEY"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "the user's own")
     before = dict(os.environ)
     with environment("http://127.0.0.1:1/v1", [name]):
         assert os.environ[name] == "the user's own"
-        assert "GOOGLE_GEMINI_BASE_URL" not in os.environ
+        assert addresses.isdisjoint(os.environ)
     with environment("http://127.0.0.1:1/v1"):
         assert os.environ[name] == os.environ["GEMINI_API_KEY"] == "agentrl"
         assert os.environ["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:1"

@@ -186,6 +186,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str | UnsetType = UNSET
     logprobs: ChatLogprobs | TextLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | UnsetType = UNSET  # the stop string that ended it
     token_ids: list[int] | UnsetType = UNSET
     # As `TokenUpdate.spans`; unset if the header's version sampled all tokens.
     agentrl_spans: Spans | UnsetType = UNSET
@@ -270,7 +271,8 @@ class ResponseFormat:
 
     def _choice(self, index: int, update: TokenUpdate) -> CompletionChoice:
         choice = self.chunk(index, update)
-        text = text_before_stop(self.codec.decode(update.tokens), self.stop)
+        text, string = text_before_stop(self.codec.decode(update.tokens), self.stop)
+        choice.stop_reason = string or UNSET
         if not self.chat:
             choice.text = text
             return choice
@@ -339,6 +341,7 @@ class StreamedChoice:
         if update.finish:
             text += self._text.finish()
             choice.agentrl_spans = _unless_plain(self._spans, self._version)
+            choice.stop_reason = self._text.ended_by or UNSET
         if self._format.chat:
             choice.delta = self._delta(text, bool(update.finish))
             if self._tools and self._tools.count and update.finish == "stop":

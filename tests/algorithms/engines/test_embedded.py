@@ -114,10 +114,16 @@ async def test_stop_strings_end_the_text_but_not_the_tokens(
     http: httpx.AsyncClient, say: Callable[[str], None]
 ) -> None:
     say("one two three")
-    choice = (await chat(http, stop=["two"], return_token_ids=True)).json()["choices"][0]
+    choice = (await chat(http, stop=["x", "two"], return_token_ids=True)).json()["choices"][0]
     assert choice["message"]["content"] == "one "
-    assert choice["finish_reason"] == "stop"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "two")
     assert len(choice["token_ids"]) > 1
+    say("one two three")
+    streamed = (await chat(http, stop=["x", "two"], stream=True)).text.split("\n\n")
+    (last,) = json.loads(streamed[-3].removeprefix("data: "))["choices"]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "two")
+    say("one")
+    assert "stop_reason" not in (await chat(http, stop=["x", "two"])).json()["choices"][0]
 
 
 # -- clients that agents use -----------------------------------------------------------------------

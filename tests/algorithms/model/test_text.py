@@ -74,7 +74,7 @@ def test_stop_strings_cut_a_stream_as_the_whole(codec: Codec, text: str, stop: l
         if stream.stopped:  # a completion ends with the token that completes a stop string
             break
     shown += stream.finish()
-    assert shown == text_before_stop(codec.decode(sampled), stop)
+    assert (shown, stream.ended_by) == text_before_stop(codec.decode(sampled), stop)
     assert stream.stopped == any(string in text for string in stop)
 
 

@@ -78,6 +78,8 @@ NAMES = {"allowedFunctionNames": ["g"]}
         ({"contents": [USER], "cachedContent": "x"}, "cachedContent"),
         ({"contents": [USER], "generationConfig": {"candidateCount": 2}}, "generationConfig.cand"),
         ({"contents": [USER], "generationConfig": {"dice": 2}}, "generationConfig.dice"),
+        ({"contents": [USER], "generationConfig": {"topK": 2.5}}, "generationConfig.topK"),
+        ({"contents": [USER], "generationConfig": {"seed": True}}, "generationConfig.seed"),
         ({"contents": [USER], "tools": [{"computerUse": {}}]}, "tools[0]"),
         ({"contents": [{"role": "tool", "parts": []}]}, "contents[0].role"),
         ({"contents": 5}, "contents"),
@@ -183,6 +185,18 @@ async def test_schemas_go_out_as_json_schema(bench: Any, http: Any, name: str) -
     assert tool["function"] == {"name": "f", "description": "d", "parameters": CONVERTED}
     assert [*tool["function"]["parameters"]["properties"]][:2] == ["link", "any_of"]
     assert sent["response_format"]["json_schema"]["schema"] == CONVERTED
+
+
+async def test_whole_numbers_are_integers(bench: Any, active: Any, http: Any) -> None:
+    """google-genai writes top_k = 5 as 5.0, which a policy server may refuse."""
+    config = {"topK": 5.0, "maxOutputTokens": 9.0, "seed": "-3", "temperature": 1}
+    answer = await http.post(WHOLE, json={"contents": [USER], "generationConfig": config})
+    assert answer.status_code == 200, answer.text
+    sent = bench.model.requests[0]
+    numbers = [sent[name] for name in ("top_k", "max_completion_tokens", "seed")]
+    assert (numbers, {type(number) for number in numbers}) == ([5, 9, -3], {int})
+    (row,) = await rows(bench, active)
+    assert (row.sampling.top_k, row.sampling.max_tokens, row.sampling.seed) == (5, 9, -3)
 
 
 def test_both_spellings_of_fields_are_read() -> None:

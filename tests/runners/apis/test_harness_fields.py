@@ -174,6 +174,48 @@ async def test_claude_may_ask_for_less_context_and_hosted_tools(
     assert not bench.model.requests[1].keys() & {"tools", "tool_choice"}
 
 
+async def test_a_system_message_may_set_the_effort_and_pass(
+    bench: Any, active: Any, http: Any
+) -> None:
+    """As Claude Code's SDK sends the effort; `clear_at` and an empty message are in its types."""
+    once = {"role": "system", "content": "Hurry.", "clear_at": "next_user_message"}
+    first = {"role": "user", "content": "hello"}
+    said = [
+        first,
+        {"role": "system", "content": "Linux.", "output_config": {"effort": "low"}},
+        once,
+    ]
+    body: dict[str, Any] = {"model": "m", "max_tokens": 9, "output_config": {"effort": "high"}}
+    assert (await http.post("/messages", json=body | {"messages": said})).status_code == 200
+    said += [{"role": "assistant", "content": "echo"}, {"role": "user", "content": "on"}]
+    said += [{"role": "system", "output_config": {"effort": "max"}}]
+    assert (await http.post("/messages", json=body | {"messages": said})).status_code == 200
+    one, two = bench.model.requests
+    assert (one["reasoning_effort"], two["reasoning_effort"]) == ("low", "max")
+    assert [turn["content"] for turn in one["messages"]] == ["hello", "Linux.", "Hurry."]
+    assert [turn["content"] for turn in two["messages"]] == ["hello", "Linux.", "echo", "on"]
+    assert [row.ignored for row in (await trace(bench, active)).transitions] == [[], []]
+
+
+async def test_a_format_of_the_answer_has_an_older_name(bench: Any, http: Any) -> None:
+    """As litellm 1.108 sends the `response_format` of claude-sonnet-4-5."""
+    schema = PARAMETERS | {"required": ["text"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "schema": schema}
+    system = [{"type": "text", "text": "Be brief."}]
+    turns = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    body = {"model": "claude-sonnet-4-5", "system": system, "messages": turns}
+    body |= {"max_tokens": 64000, "output_format": wanted}
+    headers = {"anthropic-beta": "structured-outputs-2025-11-13"}
+    assert (await http.post("/messages", json=body, headers=headers)).status_code == 200
+    (sent,) = bench.model.requests
+    form = {"name": "answer", "schema": schema, "strict": True}
+    assert sent["response_format"] == {"type": "json_schema", "json_schema": form}
+    assert "output_format" not in sent
+    both = await http.post("/messages", json=body | {"output_config": {"format": wanted}})
+    assert both.status_code == 400
+    assert both.json()["error"]["message"].startswith("output_format: ")
+
+
 # -- chat completions ------------------------------------------------------------------------------
 
 WRITTEN = [

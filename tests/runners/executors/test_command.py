@@ -60,7 +60,7 @@ async def test_what_it_finds_in_its_environment(
     (span,) = (await bench.store.trace(rollout.id)).spans
     assert env["OPENAI_BASE_URL"] == url
     assert env["ANTHROPIC_BASE_URL"] == env["OTEL_EXPORTER_OTLP_ENDPOINT"] == root
-    assert env["GOOGLE_GEMINI_BASE_URL"] == root
+    assert (env["GOOGLE_GEMINI_BASE_URL"], env["GEMINI_API_BASE"]) == (root, url)
     assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == env["GEMINI_API_KEY"]
     assert env["OTEL_EXPORTER_OTLP_HEADERS"].endswith(env["OPENAI_API_KEY"])
     assert env["TRACEPARENT"] == f"00-{rollout.attempt}-{span.id}-01"
@@ -80,7 +80,7 @@ async def test_a_key_of_googles_that_the_user_gives_leads_to_google(
     code = "import os, json; print(json.dumps(dict(os.environ)))"
     env = await result(bench, make, python(code), **given)
     assert env[name] == "the user's own"
-    assert "GOOGLE_GEMINI_BASE_URL" not in env
+    assert {"GOOGLE_GEMINI_BASE_URL", "GEMINI_API_BASE"}.isdisjoint(env)
 
 
 async def test_a_nul_that_no_program_can_be_given_is_said(bench: Any, make: Any) -> None:

@@ -46,6 +46,13 @@ def test_silence_is_filled_with_the_sampling_of_the_rollout() -> None:
     assert sampling == defaults
 
 
+def test_a_whole_number_with_a_point_is_recorded() -> None:
+    """vLLM samples with top_k = 5.0 as with 5."""
+    raw = b'{"messages": [], "top_k": 5.0, "max_tokens": 1e2, "seed": 2.5}'
+    _, sampling = sent(read_request(CHAT, raw, ConversationMemory(), 0))
+    assert (sampling.top_k, sampling.max_tokens, sampling.seed) == (5, 100, None)
+
+
 def test_a_number_that_python_cannot_read_is_recorded_as_text() -> None:
     raw = b'{"messages": [{"role": "user", "a": [1e400, -1e400, %s, 2.5, 7]}]}' % (b"3" * 5000)
     made = read_request(CHAT, raw, ConversationMemory(), 0)
