@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache, lru_cache
 from threading import Lock
@@ -328,6 +328,7 @@ class Chat:
         self.blind: Future[str] = Future()
         # Digests of tool definitions that the template has rendered.
         self._shown: set[bytes] = set()
+        self._reported = False  # whether it was logged that the template leaves out a text
 
     def encode(
         self, messages: list[dict[str, Json]], tools: Json = None, **options: Json
@@ -360,6 +361,13 @@ class Chat:
                 "chat_template_kwargs is not an object", param="chat_template_kwargs"
             )
         text = self._render(conversation, definitions, settings)
+        if not self._reported and (left_out := omission(conversation, text)):
+            self._reported = True
+            log.warning(
+                "The chat template leaves out %s, so the model does not see it; %s",
+                left_out,
+                template_fix(self._tokenizer),
+            )
         if definitions and tools not in self._shown:
             if text == self._render(conversation, None, settings):
                 self._check_described(definitions, text)  # each time: messages differ
@@ -452,6 +460,39 @@ def warn_described(fix: str) -> None:
         " render them, too, %s, or send no tools.",
         fix,
     )
+
+
+def omission(messages: Sequence[dict[str, Any]], text: str) -> str:
+    """The first message whose text is not in the rendered `text`, in words; "" if there is none.
+    White space and escapes do not count. What the assistant wrote does not count either, since
+    many templates leave out earlier reasoning, but the values of its calls do."""
+    shown = ""
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        values = [value for call in calls for value in _texts(call["function"]["arguments"])]
+        if message["role"] != "assistant":
+            values = [text_content(message["content"], "") if message["content"] else ""]
+        for value in values:
+            if value.strip() in text:
+                continue
+            shown = shown or _squeezed(text)
+            if _squeezed(value) not in shown and _squeezed(json.dumps(value)[1:-1]) not in shown:
+                what = "a call's argument in" if message["role"] == "assistant" else "the text of"
+                return f"{what} messages[{index}] (role {message['role']})"
+    return ""
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """The strings in the arguments of a call."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s\\]+", "", text)
 
 
 def is_described(tool: dict[str, Json], text: str) -> bool:

@@ -297,3 +297,50 @@ def test_the_doctor_proposes_the_same() -> None:
         dropping.chat_template = before
     assert status == "warn"
     assert "set policy.chat_template = 'gemma'" in sentence
+
+
+CALL = {
+    "role": "assistant", "content": None, "tool_calls": [
+        {"function": {"name": "find", "arguments": '{"word": "lamp"}'}},
+        {"function": {"name": "find", "arguments": '{"word": "a \\"red\\" chair"}'}},
+    ],
+}  # fmt: skip
+TALK = [
+    {"role": "system", "content": " Be\nbrief. "}, {"role": "user", "content": "Where is it?"},
+    CALL, {"role": "tool", "content": '{"a": "<b>"}'}, {"role": "assistant", "content": "There."},
+    {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+]  # fmt: skip
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}"
+CALLS = "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (EACH + CALLS + "{% endfor %}", ""),
+        (EACH.replace("m.content", "(m.content or '') | tojson") + CALLS + "{% endfor %}", ""),
+        (EACH.replace("m.content", "'' if m.role == 'assistant' else m.content") + CALLS
+         + "{% endfor %}", ""),
+        (EACH + CALLS.replace("m.tool_calls", "(m.tool_calls or [])[:1]") + "{% endfor %}",
+         "a call's argument in messages[2] (role assistant)"),
+        (EACH.replace("messages", "messages[2:]") + CALLS + "{% endfor %}",
+         "the text of messages[0] (role system)"),
+        (EACH.replace("m.content", "'' if m.role == 'tool' else m.content") + CALLS
+         + "{% endfor %}", "the text of messages[3] (role tool)"),
+        (EACH.replace("m.content", "'' if loop.last else m.content") + CALLS
+         + "{% endfor %}", "the text of messages[5] (role user)"),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_is_reported_once(
+    template: str, left_out: str, tiny_llama_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of SmolVLM, of text that is no list of parts, and of gpt-oss, of second calls."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer, Codec(tokenizer))
+    for options in ({}, {"again": True}):
+        chat.encode(TALK, **options)  # type: ignore[arg-type]
+    lines = [record.getMessage() for record in caplog.records if "leaves out" in record.msg]
+    assert [line.partition(", so ")[0] for line in lines] == (
+        [f"The chat template leaves out {left_out}"] if left_out else []
+    )
