@@ -38,7 +38,7 @@ class AnswerTexts:
     spaceless: bool = field(init=False)  # whether tokens have no spaces, as those of whole words
     missing: int = 0  # texts that were not found in the prompt as it was sent
     empty: int = 0  # steps without an observation
-    improbable: bool = False  # whether it was said that most are less probable than chance
+    improbable: bool = False  # whether it was logged that most are too improbable
 
     def __post_init__(self) -> None:
         self.codec = Codec(self.tokenizer)
@@ -126,8 +126,9 @@ class AnswerTexts:
         if share > 0.5 and not self.improbable:
             self.improbable = True
             log.warning(
-                "+echo: step %d learns nothing from %.0f%% of what tools answered, which is less "
-                "probable to the policy than any token by chance: it was not trained on such text",
+                "+echo: step %d learns nothing from %.0f%% of what tools answered, which the "
+                "policy finds far less probable than any token by chance: it was not trained on "
+                "such text",
                 step, 100 * share,
             )  # fmt: skip
 

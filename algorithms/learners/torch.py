@@ -301,9 +301,9 @@ class TorchLearner(PolicyWeights):
         if batch.topk_tokens.numel():
             topk_logprobs = torch.full(batch.topk_tokens.shape, math.nan)
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, topk_logprobs=topk_logprobs)
-        # Where an observation is less probable than any token by chance, the policy was never
-        # trained on such text. The gradient of learning it from nothing would drown the reward's.
-        chance = -math.log(vocabulary_size(self.model))
+        # Where an observation is less than half as probable as any token by chance, the policy was
+        # never trained on such text. The gradient of unlearning that would drown the reward's.
+        chance = -math.log(2 * vocabulary_size(self.model))
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0

@@ -83,7 +83,7 @@ def with_echo(
 ) -> Algo:
     """Adds the cross-entropy of what tools answered to the policy's own actions, mean over these
     tokens, which are in the forward pass anyway; of groups without a difference and of failed
-    rollouts, too. Not of tokens to which the policy gives less probability than 1 / vocabulary.
+    rollouts, too. Not of tokens to which the policy gives less than half of 1 / vocabulary.
     roles: of the messages, "user" for environments that answer as the user; tools: only these.
     arXiv 2605.24517."""
     return replace(algo, echo=Echo(weight, tuple(roles), tuple(tools)))

@@ -197,7 +197,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 def written_apart(model: PreTrainedModel, tokenizer: Any, batch: Batch, texts: set[str]) -> Tensor:
     """The mean cross-entropy of the tokens of some texts, found in the decoded rows, each distinct
-    prefix once; 0 of those that are less probable than chance."""
+    prefix once; 0 of those that are less than half as probable as chance."""
     losses, seen = [], set()
     for row in batch.rows:
         logits = model(row.tokens[None]).logits[0].log_softmax(-1)
@@ -214,7 +214,7 @@ def written_apart(model: PreTrainedModel, tokenizer: Any, batch: Batch, texts: s
                 if inside and key not in seen:
                     seen.add(key)
                     loss = -logits[n - 1, row.tokens[n]]
-                    losses.append(loss * (loss < math.log(logits.shape[-1])))
+                    losses.append(loss * (loss < math.log(2 * logits.shape[-1])))
     return torch.stack(losses).mean()
 
 
@@ -343,8 +343,8 @@ def test_answers_less_probable_than_chance_are_not_learned(
     assert metrics[0]["grad_norm"] == 0
     lines = [r.getMessage() for r in caplog.records if "+echo" in r.getMessage()]
     assert lines == [
-        "+echo: step 1 learns nothing from 100% of what tools answered, which is less "
-        "probable to the policy than any token by chance: it was not trained on such text"
+        "+echo: step 1 learns nothing from 100% of what tools answered, which the policy finds "
+        "far less probable than any token by chance: it was not trained on such text"
     ]
 
 
