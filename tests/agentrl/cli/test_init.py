@@ -112,7 +112,7 @@ def test_init_writes_the_agent_that_the_installed_packages_run(
     monkeypatch.setattr(init, "find_spec", lambda name: name if installed else None)
     result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine")])
     assert result.exit_code == 0, result.exception
-    assert ("does without" in result.output) is not installed
+    assert ("is not installed" in result.output) is not installed
     agent = (tmp_path / "mine" / "agent.py").read_text()
     assert ("langchain" in agent, "AsyncOpenAI()" in agent) == (installed, not installed)
 

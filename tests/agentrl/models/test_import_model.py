@@ -217,7 +217,7 @@ def test_each_kind_splits_numbers_in_its_own_way(write: Write) -> None:
         ({"chat_template": "{% for %}"}, "template has an error"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "template has an error: no;"),
         ({"token_list": ["a"] * 2000, "token_types": [1] * 2000}, "2000 tokens"),
-        ({"vocab_size": 12}, "it says 12"),
+        ({"vocab_size": 12}, "its metadata say 12"),
         ({"tensors": {"output.weight": np.zeros((9, 64), np.float32)}}, "its head 9"),
         ({"tensors": {"token_embd.weight": None}}, "not a language model"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "1 weights are missing"),

@@ -61,7 +61,7 @@ def test_a_cpu_has_no_gpu_memory_to_share(
                 "vllm": {"sleep": 1},
                 "algorithm": {"async_sampling": "in_flight", "max_staleness": 1},
             },
-            "asleep",
+            "a sleeping vLLM answers no calls",
         ),
         (
             {"vllm": {"sleep": 1, "urls": ["http://a:1"]}},
