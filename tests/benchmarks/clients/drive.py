@@ -85,7 +85,7 @@ def _config(client: Client, folder: Path) -> RunConfig:
         program = (
             client.folder / "node_modules" / ".bin" / load_preset(client.harness, HERE).program
         )
-        workspace: Any = {"workspace": WorkspaceConfig(source="task.files", folder=str(folder))}
+        workspace: Any = {"workspace": WorkspaceConfig(source="task.files")}
         agent = AgentConfig(harness=client.harness, command=[str(program.absolute())])
         return RunConfig(agent=agent, **common, **workspace)
     # Node looks for packages above the program. Others of the same folder may run meanwhile.
