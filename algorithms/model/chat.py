@@ -471,7 +471,9 @@ def omission(messages: Sequence[dict[str, Any]], text: str) -> str:
         calls = message.get("tool_calls") or ()
         values = [value for call in calls for value in _texts(call["function"]["arguments"])]
         if message["role"] != "assistant":
-            values = [text_content(message["content"], "") if message["content"] else ""]
+            content = message["content"] or ""
+            parts = [{"text": content}] if isinstance(content, str) else content  # or with images
+            values = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         for value in values:
             if value.strip() in text:
                 continue
