@@ -48,7 +48,7 @@ class ConversationReader:
         self._end = min(self._ends)
         if tokenizer.eos_token_id in self._ends:
             self._end = tokenizer.eos_token_id
-        self._checked: set[Json] = set()  # roles, and "" for the end, that a warning was about
+        self._said_endless = False
 
     def rows(self, conversation: Mapping[str, Json]) -> list[TokenRow]:
         """The rows of {"messages": [...], "tools": [...]}. Raises TrainingError with the message if
@@ -81,7 +81,6 @@ class ConversationReader:
                     raise TrainingError(f"messages[{index}]: {error}") from None
         if not answers:
             raise TrainingError("no message of the assistant follows another message")
-        self._check_shown(messages, tools, options)
         return answers
 
     def _fetch(self, messages: Json) -> None:
@@ -141,31 +140,12 @@ class ConversationReader:
         )
 
     def _say_endless(self) -> None:
-        if "" not in self._checked:
-            self._checked.add("")
+        if not self._said_endless:
+            self._said_endless = True
             log.warning(
                 "the chat template ends the assistant's messages with no token that ends a "
                 "completion; the policy learns to end them with %r", self._text([self._end]),
             )  # fmt: skip
-
-    def _check_shown(self, messages: list[Message], tools: Json, options: dict[str, Json]) -> None:
-        """Warn once about a role whose messages the template drops."""
-        for index, message in enumerate(messages):
-            role = message.get("role")
-            if role == "assistant" or role in self._checked or not message.get("content"):
-                continue
-            self._checked.add(role)
-            blank = [*messages[:index], message | {"content": ""}, *messages[index + 1 :]]
-            try:
-                same = self._chat.encode(blank, tools, **options)
-            except RequestError:  # a template may refuse an empty message
-                continue
-            if same == self._chat.encode(messages, tools, **options):
-                log.warning(
-                    "the chat template does not show messages of the role %r, as in the "
-                    "demonstrations: the policy imitates answers to prompts without them",
-                    role,
-                )
 
 
 def _imitated(messages: Json, chosen: Json) -> list[int]:

@@ -415,9 +415,7 @@ def make_reward_models(
         against = freeze(load_auxiliary(f"{key}.model", start, policy, tokenizer))
         scorer = ImplicitScorer(model, against, BETA, supported_packing(model, packing), budget)
         limits = [
-            limit
-            for single_model_setting in (model, against)
-            if (limit := context_length(single_model_setting)) is not None
+            limit for scored in (model, against) if (limit := context_length(scored)) is not None
         ]
         context = min(limits, default=None)
         models.append(RewardModel(name, scorer, scope, sums=True, context=context))

@@ -43,7 +43,7 @@ class AnswerTexts:
     def __post_init__(self) -> None:
         self.codec = Codec(self.tokenizer)
         self.chat = Chat(self.tokenizer, self.codec)
-        self.spaceless = b" " not in self._bytes(self.tokenizer("a b")["input_ids"])
+        self.spaceless = b" " not in self._bytes(self.codec.encode("a b"))
 
     def __call__(self, call: Transition, earlier: Transition) -> Iterator[tuple[int, str]]:
         start = len(earlier.prompt) + len(earlier.completion)

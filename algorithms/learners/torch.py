@@ -307,12 +307,8 @@ class TorchLearner(PolicyWeights):
         if observed is not None:
             report.observations = torch.full(observed.shape, math.nan)
         value_loss, clipped = 0.0, 0
-        # A CPU multiplies few rows as fast as many, so there packs only save duplicate tokens.
-        split = partial(pack_rows, batch.rows, self.packing, self.token_budget)
-        small = self.model.device.type == "cpu"
-        packs = split(batch.row_unit, small=small)
-        if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
-            packs = split(small=small)
+        packs, whole = self._packs(batch)
+        if not whole:
             psi = self._computed(packs, psi, batch.n_tokens)
         for pack in packs:
             read_pack = pack if observed is None else pack.with_observations()
@@ -369,6 +365,17 @@ class TorchLearner(PolicyWeights):
             below = (report.observations <= chance).double().mean()
             report.metrics["echo/below_chance"] = float(below)
         return report
+
+    def _packs(self, batch: Batch) -> tuple[list[Pack], bool]:
+        """The micro-batches of an update, and whether each has whole units, which do not always fit
+        into the token budget."""
+        # A CPU multiplies few rows as fast as many, so there packs only save duplicate tokens.
+        small = self.model.device.type == "cpu"
+        split = partial(pack_rows, batch.rows, self.packing, self.token_budget, small=small)
+        packs = split(batch.row_unit)
+        if len(batch.row_unit) and max(len(pack.tokens) for pack in packs) > self.token_budget:
+            return split(), False
+        return packs, True
 
     def _computed(self, packs: list[Pack], psi: LossCoefficients, n: int) -> LossCoefficients:
         """psi of the current log-probs, from a separate forward pass, because packs may split

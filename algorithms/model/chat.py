@@ -271,8 +271,8 @@ class TextStream:
 
 def text_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """The text before the first stop string, and that string; empty if there is none."""
-    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
-    end, string = min(found, default=(len(text), ""))
+    matches = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    end, string = min(matches, default=(len(text), ""))
     return text[:end], string
 
 
@@ -466,7 +466,7 @@ def omission(messages: Sequence[dict[str, Any]], text: str) -> str:
     """The first message whose text is not in the rendered `text`, in words; "" if there is none.
     White space and escapes do not count. What the assistant wrote does not count either, since
     many templates leave out earlier reasoning, but the values of its calls do."""
-    shown = ""
+    shown, cursor = "", 0  # most texts follow each other, so each is looked for after the last one
     for index, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         values = [value for call in calls for value in _texts(call["function"]["arguments"])]
@@ -474,8 +474,10 @@ def omission(messages: Sequence[dict[str, Any]], text: str) -> str:
             content = message["content"] or ""
             parts = [{"text": content}] if isinstance(content, str) else content  # or with images
             values = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        for value in values:
-            if value.strip() in text:
+        for value in map(str.strip, values):
+            at = text.find(value, cursor)
+            if at >= 0 or value in text:
+                cursor = max(cursor, at + len(value))
                 continue
             shown = shown or _squeezed(text)
             if _squeezed(value) not in shown and _squeezed(json.dumps(value)[1:-1]) not in shown:

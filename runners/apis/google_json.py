@@ -73,7 +73,7 @@ def integer(value: Json, where: str) -> Json:
     """Read an integer, which Google's SDK writes as 5.0 and others as "5"."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str) and value.lstrip("-").isdecimal():
+    if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise UntranslatableError(where, f"{value!r:.80} is not an integer", code="invalid_type")

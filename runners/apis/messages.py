@@ -87,9 +87,9 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     messages = base.objects(body["messages"], "messages")
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     for index, message in enumerate(messages):
-        own = (message.get("output_config") or {}) if message.get("role") == "system" else {}
-        effort = own.get("effort") or effort  # from this turn on
-        if own and not message.get("content"):
+        config = (message.get("output_config") or {}) if message.get("role") == "system" else {}
+        effort = config.get("effort") or effort  # from this turn on
+        if config and not message.get("content"):
             continue
         if message.get("clear_at") == "next_user_message" and users and index < users[-1]:
             continue
@@ -126,8 +126,8 @@ def _format(body: Body) -> Body:
     """Return the format of the answer; `output_format` is the field's name in the API's beta."""
     current, beta = (body.get("output_config") or {}).get("format"), body.get("output_format")
     if current and beta:
-        why = "is there beside output_config.format; leave one out"
-        raise UntranslatableError("output_format", why)
+        reason = "output_config.format is set, too; leave one out"
+        raise UntranslatableError("output_format", reason)
     return current or beta or {}
 
 
@@ -183,8 +183,8 @@ def _unread(body: Body) -> Iterator[str]:
     for message in body["messages"]:
         kind = "messages.system" if message["role"] == "system" else "messages"
         parts.append(("messages", READ[kind], message))
-        if kind == "messages.system" and (own := message.get("output_config")):
-            parts.append(("messages.output_config", READ["messages.output_config"], own))
+        if kind == "messages.system" and (config := message.get("output_config")):
+            parts.append(("messages.output_config", READ["messages.output_config"], config))
         parts += _blocks(message.get("content"), "messages")
     for where, read, part in parts:
         yield from (f"{where}.{name}" for name in part.keys() - read if part[name])

@@ -108,6 +108,10 @@ NAMES = {"allowedFunctionNames": ["g"]}
             {"contents": [USER], "generationConfig": {"top_k": 1, "topK": 2}},
             "generationConfig.topK: is there twice",
         ),
+        *(
+            ({"contents": [USER], "generationConfig": {name: value}}, f"generationConfig.{name}: ")
+            for name, value in (("seed", "--5"), ("seed", "5.0"), ("topK", 5.5), ("topK", True))
+        ),
         (
             {
                 "contents": [USER],
