@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +169,7 @@ def _row(tokens: list[int], actions: list[int]) -> TokenRow:
 
 
 MAX_ROWS = 64  # conversations that are read
+PACK_TOKENS = 1024  # of a forward pass, which would take a GB for all of them on a long prompt
 TOO_HIGH = 0.1  # nats per token; a model that has learned the format has a hundredth of it
 
 
@@ -202,6 +202,8 @@ def format_loss(model: PreTrainedModel, rows: Sequence[TokenRow]) -> float:
         for at in row.actions.tolist()
         for pair in [pairs[at - 1]]
     ]
-    (pack,) = pack_rows(rows, "trie", sys.maxsize)
-    losses = -forward_logprobs(model, pack)[torch.tensor(settled)[pack.index]]
+    losses = torch.empty(len(settled))
+    for pack in pack_rows(rows, "trie", PACK_TOKENS):
+        losses[pack.index] = -forward_logprobs(model, pack).cpu()
+    losses = losses[torch.tensor(settled)]
     return float(losses.mean()) if len(losses) else 0.0
